@@ -100,8 +100,8 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that the call refuses, and where none is needed. A call takes some 42 KB of stack,
-     and each of OpenMP's threads as much.
+     descriptor that the call refuses, and where none is needed. A call takes some 24 KB of stack,
+     with NSA_REAL double 42, and each of OpenMP's threads as much, whatever the widths.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
@@ -285,7 +285,7 @@ typedef struct nsa_desc {
     int tokens;            /* T >= 0 keys held (variable length: the longest sequence) */
     int heads;             /* H >= 1 query heads, a multiple of kv_heads */
     int kv_heads;          /* Hk >= 1 */
-    int dim, dim_v;        /* Dk of q and k, Dv of v and out: 1 .. 256 */
+    int dim, dim_v;        /* Dk of q and k, Dv of v and out: 1 .. 576 */
     int first, count;      /* the query rows to compute: first .. first + count - 1 */
     const int32_t *begins; /* NULL, or B + 1 ascending offsets of packed sequences */
     const int32_t *firsts; /* NULL, or of each sequence its first query; needs counts */
@@ -408,7 +408,7 @@ typedef struct nsa_rope {
     nsa_tensor positions; /* (B, count) i32, head stride unused; data NULL: the row's place in its
                              sequence */
     int heads;            /* H for q, Hk for k */
-    int dim;              /* even, 2 .. 256 */
+    int dim;              /* even, 2 .. 576 */
     double base;          /* 0 means 10000 */
     nsa_rope_pairs pairs;
     nsa_rope_scaling scaling;
@@ -453,7 +453,7 @@ typedef enum nsa_phi {
    rows, batch is not used. Where `optional` is said data may be NULL. */
 typedef struct nsa_compress {
     nsa_phi phi;
-    int dim;        /* D: width of x and out, 1 .. 256 */
+    int dim;        /* D: width of x and out, 1 .. 576 */
     int hidden;     /* mlp: width of the hidden layer, >= 1 */
     nsa_tensor x;   /* (B, T, Hk, D) */
     nsa_tensor out; /* (B, N, Hk, D) */
@@ -483,6 +483,9 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
             nsa_select_blocks
      win    keys are nsa_window_begin(t) .. t
      dense  keys are 0 .. t: causal attention, the baseline and the fall-back
+
+   V may be the first Dv columns of K (MLA: 576 and 512): x.v is the view x.k. dx.v may then be the
+   view dx.k, to which both gradients are added, or a view of its own.
 
    Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
    read and wrote. It takes no pages: sequences that share one would add to the same rows. */
@@ -542,7 +545,8 @@ typedef struct nsa_merge {
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d);
 /* dx.out in, and dx.lse, which may be NULL; adds to dx.out_a, dx.out_b, dx.lse_a, dx.lse_b. x.out
-   and x.lse are not read. */
+   and x.lse are not read. A stride of 0 in one of these four sums: token and batch 0 for a sink of
+   each head, head 0 too for one of all (nsa_cuda_merge_backward refuses them). */
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d);
 
 /* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------
@@ -761,7 +765,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 #include <math.h>
 #include <string.h>
 
-#define NSA__MAX_DIM 256
+#define NSA__MAX_DIM 576
 
 /* Every field that a status can name. The fields of a compress stand three times, in the same
    order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id of such a field. */
@@ -1852,11 +1856,11 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
       "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
       "page_tokens >= 1, page_count and table_width >= 0, "                                        \
-      "threads 0..65536, dims 1..256; of rope dim is even, base 0 or > 1, factor and "             \
+      "threads 0..65536, dims 1..576; of rope dim is even, base 0 or > 1, factor and "             \
       "trained_context >= 1 (LongRoPE: 2), fast > slow > 0, context, magnitude and mscale >= 0, "  \
       "short_factors and long_factors > 0, and all are numbers; in a chain k_cmp.dim is dim and "  \
-      "v_cmp.dim is dim_v; on CUDA dims and hidden are multiples of 8 and dims at most "           \
-      "NSA_CUDA_MAX_DIM")                                                                          \
+      "v_cmp.dim is dim_v; on CUDA dims and hidden are multiples of 8, dim and dim_v at most "     \
+      "NSA_CUDA_MAX_DIM, which is at most 256, and those of rope and phi at most 256")             \
     X(NSA_ERROR_HEADS,                                                                             \
       "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
       "or a multiple of kv_heads that divides heads (on CUDA and in a cache kv_heads)")            \
@@ -2097,7 +2101,9 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (first < 0 || first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (d->count < 0 || d->count > d->tokens - first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
-    if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
+    /* 256: rows of lse, gates and lists are short of it */
+    const int64_t widest = nsa__max(256, nsa__max(d->dim, d->dim_v));
+    if (!nsa__fits(d->batch, d->tokens, d->heads, widest) ||
         !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
@@ -7842,13 +7848,14 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
 
 /* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
    transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. */
+   short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
+   transpose alone are loaded into `some`, which has room for NSA__LANES of them. */
 static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed) {
+                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int width = o->width, wide = o->wide, n = job->keys - begin;
-    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
+    nsa_real *to = rows ? rows : some;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
@@ -7884,19 +7891,18 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 /* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
    row. */
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed) {
+                                nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, wide = o->wide, n = job->keys - begin;
-    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
-        nsa_real *to = row[r & 1];
+        nsa_real *to = some + (r & 1) * wide / 2;
         nsa__pack_ask(job, o, begin, r);
         if (r >= n)
-            memset(to, 0, sizeof row[0]);
+            memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x->dtype, nsa__key(job, x, begin + r)))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, some, some + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -7904,13 +7910,21 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
 }
 
 static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed) {
-    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed);
+                          nsa__packed *rows, nsa__packed *transposed, void *some) {
+    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
+                                                            (nsa_real *)some);
 }
 
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
 static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
     return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
+}
+
+/* A thread's scratch, of which a task takes `task` bytes and packing some rows. */
+static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
+    nsa__arena rows = {NULL, 0};
+    nsa__alloc_reals(&rows, (int64_t)NSA__LANES * nsa__max(p->k.wide, p->v.wide));
+    return task > rows.used ? task : rows.used;
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
@@ -7919,15 +7933,14 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__attend_plan *p = job->plan;
     ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
     const nsa__operand *k = &p->k, *v = &p->v;
-    (void)scratch;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
     for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, k, (int)key, r);
-    uint64_t nonfinite =
-        nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key), job->k_t + key * k->depth);
+    uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
+                                   job->k_t + key * k->depth, scratch);
     if (job->v || job->v_t)
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL);
+                               job->v_t ? job->v_t + key * v->depth : NULL, scratch);
     job->nonfinite[tile] = nonfinite;
 }
 
@@ -8557,7 +8570,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__forward_layout(jobs, &p, &shared);
     nsa__forward_alloc(&f, &p, &scratch);
     p.shared = shared.used;
-    p.scratch = scratch.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
 }
 
@@ -9082,7 +9095,7 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__backward_layout(jobs, &p, &shared);
     nsa__turns turns = nsa__backward_turns(jobs);
     p.shared = shared.used;
-    p.scratch = nsa__turns_scratch(&turns);
+    p.scratch = nsa__pack_scratch(&p, nsa__turns_scratch(&turns));
     return p;
 }
 
@@ -9216,6 +9229,12 @@ typedef struct nsa__merge_job {
     nsa__seq seq;
 } nsa__merge_job;
 
+/* A row of a gradient that several rows of x may share, and its sum so far. */
+typedef struct nsa__merge_sum {
+    void *row;
+    double *of;
+} nsa__merge_sum;
+
 enum { NSA__MERGE_TOKENS = 16 };
 
 /* Recognised by its bits, because -ffast-math knows no infinity. */
@@ -9258,9 +9277,10 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int h
     const nsa_merge *x = job->x;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
     int64_t batch = job->seq.batch;
-    nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
+    nsa_real w[2], lse, out[NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    memset(out, 0, (size_t)job->d->dim_v * sizeof *out);
     for (int i = 0; i < 2; i++)
         if (parts >> i & 1)
             nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
@@ -9269,16 +9289,35 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int h
     nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
 }
 
+/* Adds factor * from to a row of a gradient, or to `sum`, which goes to its row, rounded once, when
+   another row comes, or none. */
+static void nsa__merge_add(nsa__merge_sum *sum, const nsa_tensor *x, void *row, nsa_real factor,
+                           const nsa_real *from, int n) {
+    if (!sum) {
+        nsa__add(x->dtype, row, factor, from, n);
+        return;
+    }
+    if (sum->row && sum->row != row) {
+        nsa_real whole[NSA__MAX_DIM];
+        for (int c = 0; c < n; c++) whole[c] = (nsa_real)sum->of[c];
+        nsa__add(x->dtype, sum->row, 1, whole, n);
+    }
+    if (sum->row != row) memset(sum->of, 0, (size_t)n * sizeof *sum->of);
+    for (int c = 0; from && c < n; c++) sum->of[c] += (double)(factor * from[c]);
+    sum->row = row;
+}
+
 /* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
      dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
-   and the same with a and b exchanged. */
-static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head) {
+   and the same with a and b exchanged. `sums`: NULL, or of dout_a, dout_b, dlse_a and dlse_b. */
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head,
+                                    nsa__merge_sum *sums) {
     const nsa_merge *x = job->x, *dx = job->dx;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
                      *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
     int64_t batch = job->seq.batch;
     int dim_v = job->d->dim_v;
-    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
+    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
     if (!parts) return;
@@ -9287,15 +9326,34 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
     for (int i = 0; i < 2; i++)
         if (parts >> i & 1)
             nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
+        else
+            memset(out[i], 0, (size_t)dim_v * sizeof **out);
     for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
     for (int i = 0; i < 2; i++) {
         if (!(parts >> i & 1)) continue;
         nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
         if (dpart[i]->data)
-            nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);
+            nsa__merge_add(sums ? sums + i : NULL, dpart[i], nsa__row(dpart[i], batch, row, head),
+                           w[i], dout, dim_v);
         if (dlse_of[i]->data)
-            nsa__add(dlse_of[i]->dtype, nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
+            nsa__merge_add(sums ? sums + 2 + i : NULL, dlse_of[i],
+                           nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
     }
+}
+
+/* All rows of one head, whose gradients may share rows, in order: no bit depends on threads. */
+static void nsa__merge_head_task(const void *context, int64_t head, void *scratch) {
+    nsa__merge_job job = *(const nsa__merge_job *)context;
+    const nsa_tensor *to[] = {&job.dx->out_a, &job.dx->out_b, &job.dx->lse_a, &job.dx->lse_b};
+    double out[2][NSA__MAX_DIM], lse[2];
+    nsa__merge_sum sums[] = {{NULL, out[0]}, {NULL, out[1]}, {NULL, lse}, {NULL, lse + 1}};
+    (void)scratch;
+    for (job.seq = nsa__seq_begin(job.d); job.seq.nth < job.d->batch;
+         nsa__seq_next(job.d, &job.seq))
+        for (int64_t t = 0; t < job.seq.count; t++)
+            nsa__merge_backward_row(&job, job.seq.row + t, (int)head, sums);
+    for (int i = 0; i < 4; i++)
+        nsa__merge_add(&sums[i], to[i], NULL, 0, NULL, i < 2 ? job.d->dim_v : 1);
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
@@ -9306,10 +9364,22 @@ static void nsa__merge_task(const void *context, int64_t nth, void *scratch) {
     for (int64_t t = nth * NSA__MERGE_TOKENS; t < end; t++)
         for (int h = 0; h < job->d->heads; h++) {
             if (job->dx)
-                nsa__merge_backward_row(job, job->seq.row + t, h);
+                nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
             else
                 nsa__merge_forward_row(job, job->seq.row + t, h);
         }
+}
+
+/* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
+static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
+    const nsa_tensor *to[] = {&dx->out_a, &dx->out_b, &dx->lse_a, &dx->lse_b};
+    int shared = 0, heads = 0;
+    for (int i = 0; i < 4; i++) {
+        if (!to[i]->data || nsa__query_shape(d, 1, 1).rows < 2) continue;
+        shared |= !to[i]->token;
+        heads |= !to[i]->head && d->heads > 1;
+    }
+    return shared ? 1 + heads : 0;
 }
 
 static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
@@ -9318,7 +9388,11 @@ static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_de
     job.x = x;
     job.dx = dx;
     job.d = d;
-    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
+    const int shared = dx ? nsa__merge_sharers(dx, d) : 0;
+    if (shared > 1) team.threads = 1;
+    if (shared) nsa__run(&team, d->heads, nsa__merge_head_task, &job);
+    job.seq = nsa__seq_begin(d);
+    for (; !shared && job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
 }
 
@@ -9332,6 +9406,15 @@ static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int fo
     if (!forward) return NSA_OK;
     NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
     return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
+}
+
+/* A gradient of a row that tokens, heads or sequences share is the sum over them. */
+static nsa_status nsa__merge_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
+                                            nsa__shape shape, int field) {
+    if (!dx->token && shape.rows > 1) shape.rows = 1;
+    if (!dx->head) shape.heads = 1;
+    if (!dx->batch && shape.batch > 1) shape.batch = 1;
+    return nsa__check_gradient(dx, x, shape, field);
 }
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
@@ -9355,10 +9438,10 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
                lse = nsa__query_shape(d, d->heads, 1);
     NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
-    NSA__CHECK(nsa__check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
-    NSA__CHECK(nsa__check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
-    NSA__CHECK(nsa__check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
-    NSA__CHECK(nsa__check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
     nsa__merge_run(dx, x, d);
     return NSA_OK;
 }
@@ -9492,7 +9575,7 @@ static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *
     nsa__select_layout(jobs, &p, &shared);
     nsa__selecting_alloc(&f, &p, &scratch);
     p.shared = shared.used;
-    p.scratch = scratch.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
 }
 
@@ -9733,7 +9816,7 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d)
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;
-    p.scratch = scratch.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
 }
 
@@ -10114,7 +10197,8 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
     int sharers = d->heads / d->gate_heads;
     int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
+    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
+    for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
         nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
         for (int i = 0; i < 3; i++) {

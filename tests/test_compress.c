@@ -30,6 +30,7 @@ static const compress_case compress_cases[] = {
     {"conv, no multiple", "T no multiple of anything", NSA_PHI_CONV, 32, 0, 0, 0},
     {"mlp, no multiple", "T no multiple of anything", NSA_PHI_MLP, 12, HIDDEN(40), 0, 0},
     {"mean, D 256", "D 256", NSA_PHI_MEAN, 256, 0, 0, 0},
+    {"mlp, D 576", "D 576 / 512", NSA_PHI_MLP, 576, 24, 0, 0},
     {"mean, varlen", "varlen l = d", NSA_PHI_MEAN, 16, 0, 0, 0},
     {"conv, varlen, shared", "varlen four", NSA_PHI_CONV, 16, 0, 1, 0},
     {"mlp, bare, D 7", "D 7 / 13", NSA_PHI_MLP, 7, HIDDEN(5), 0, 1},
@@ -143,7 +144,7 @@ static void test_options(void) {
     spoiled_new(&b, &s, &d);
     nsa_compress *x = (nsa_compress *)instance_x(&b.p), good = *x;
     x->dim = 0, refuse_both(&b, "no width", NSA_ERROR_SIZE, "dim"), *x = good;
-    x->dim = 257, refuse_both(&b, "width 257", NSA_ERROR_SIZE, "dim"), *x = good;
+    x->dim = 577, refuse_both(&b, "width 577", NSA_ERROR_SIZE, "dim"), *x = good;
     x->hidden = 0, refuse_both(&b, "no hidden layer", NSA_ERROR_SIZE, "hidden"), *x = good;
     x->hidden = -1, refuse_both(&b, "hidden -1", NSA_ERROR_SIZE, "hidden"), *x = good;
     x->phi = (nsa_phi)3, refuse_both(&b, "no phi", NSA_ERROR_OPTION, "phi"), *x = good;

@@ -305,7 +305,7 @@ static void test_first_behind_every_sequence(void) {
     CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
 }
 
-/* Rows of w1's gradient are cmp_block * dim wide, and are added in parts of 256: with one block and
+/* Rows of w1's gradient are cmp_block * dim wide, and are added in parts of 576: with one block and
    one hidden unit dw1 is x, times one factor. */
 static void test_rows_wider_than_a_part(void) {
     enum { L = 8, WIDE = 80, FLAT = L * WIDE };

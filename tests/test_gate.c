@@ -22,6 +22,7 @@ static const gate_case gate_cases[] = {
     {"varlen, sigmoid, apart", "varlen empty", NSA_GATE_SIGMOID, 0, 1, 1},
     {"varlen, softmax, a gate a group", "varlen four", NSA_GATE_SOFTMAX, 1, 1, 0},
     {"D 1 / 3, softmax, apart", "D 1 / 3", NSA_GATE_SOFTMAX, 1, 1, 1},
+    {"sigmoid, Dv 511", "D 575 / 511", NSA_GATE_SIGMOID, 1, 1, 0},
 };
 
 enum { SLOT_LOGITS, SLOT_CMP, SLOT_SLC, SLOT_WIN, SLOT_OUT };

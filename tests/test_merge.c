@@ -12,6 +12,7 @@ static const merge_case merge_cases[] = {
     {"two sequences", "small", 1, 0},      {"grouped heads", "G 6, D 80", 1, 0},
     {"lse far apart", "G 2, D 24", 60, 0}, {"Dv 3", "D 1 / 3", 1, 0},
     {"varlen", "varlen empty", 1, 0},      {"varlen, far apart", "varlen four", 60, 0},
+    {"Dv 512", "D 576 / 512", 1, 0},
 };
 
 enum { SLOT_OUT_A, SLOT_OUT_B, SLOT_LSE_A, SLOT_LSE_B, SLOT_OUT, SLOT_LSE };
@@ -82,6 +83,7 @@ static suite suite_of(const merge_case *c, const nsa_desc *d) {
     for (int i = 0; i < COUNT(slots); i++) {
         slot *t = suite_add(&s, slots[i].name, slots[i].at, ROWS_QUERY, d->heads, slots[i].width);
         t->gradient = 1, t->output = slots[i].output;
+        t->sums = !CHECKS_CUDA && !t->output;
         if (slots[i].width == 1 && i != SLOT_OUT_A && i != SLOT_OUT_B && i != SLOT_OUT)
             t->dtype = NSA_REAL_DTYPE;
     }
@@ -241,6 +243,169 @@ static void bad_logarithms(void) {
     guards_free();
 }
 
+#ifndef CHECK_CUDA
+/* A part that many rows share, with a logit and a value: of each head, of all, or of each sequence.
+   The rows of its gradient are those of x with strides of 0, and so are sums. */
+typedef struct sink {
+    const char *name;
+    int sequences, heads; /* 1: each has its own */
+    nsa_dtype dtype;      /* of its value */
+} sink;
+
+enum { SINK_B = 3, SINK_T = 37, SINK_H = 4, SINK_D = 24, SINK_ROWS = SINK_B * SINK_T * SINK_H };
+
+/* One part of its own for each row, its logit and value; the other, shared by rows. */
+typedef struct sink_problem {
+    nsa_desc d;
+    nsa_merge x, dx;
+    nsa_real *logit, *value, *dlogit, *dvalue; /* of the shared part: (B, H) and (B, H, D) */
+    uint16_t *stored;                          /* the value as bf16 */
+} sink_problem;
+
+static nsa_tensor sink_rows(const sink *s, void *data, nsa_dtype dtype, int width) {
+    nsa_tensor x = {data, dtype, s->sequences ? SINK_H * width : 0, 0, s->heads ? width : 0};
+    return x;
+}
+
+static nsa_real *normal_reals(uint64_t seed, size_t n) {
+    nsa_real *x = reals(n);
+    for (size_t i = 0; i < n; i++) x[i] = (nsa_real)check_normal(seed, i);
+    return x;
+}
+
+static sink_problem sink_problem_of(const sink *s, const int32_t *begins) {
+    sink_problem p;
+    memset(&p, 0, sizeof p);
+    p.d = nsa_desc_default(SINK_B, SINK_T, SINK_H, 1, SINK_D);
+    p.d.begins = begins;
+    p.stored = (uint16_t *)reals(SINK_B * SINK_H * SINK_D);
+    const nsa_dtype real = NSA_REAL_DTYPE;
+    nsa_tensor *rows[] = {&p.x.out_a, &p.x.lse_a, &p.x.out,    &p.x.lse,
+                          &p.dx.out,  &p.dx.lse,  &p.dx.out_a, &p.dx.lse_a};
+    for (int i = 0; i < COUNT(rows); i++) {
+        const int width = i % 2 ? 1 : SINK_D;
+        nsa_real *data = i < 2 || (i >= 4 && i < 6)
+                             ? normal_reals(50 + (uint64_t)i, SINK_ROWS * SINK_D)
+                             : reals(SINK_ROWS * SINK_D);
+        *rows[i] = nsa_tensor_bthd(data, real, SINK_T, SINK_H, width);
+    }
+    p.logit = normal_reals(60, SINK_B * SINK_H),
+    p.value = normal_reals(61, SINK_B * SINK_H * SINK_D);
+    for (int i = 0; s->dtype == NSA_BF16 && i < SINK_B * SINK_H * SINK_D; i++) {
+        const uint16_t half = nsa_f32_to_bf16((float)p.value[i]);
+        p.value[i] = (nsa_real)nsa_bf16_to_f32(half), p.stored[i] = half;
+    }
+    p.dlogit = reals(SINK_B * SINK_H), p.dvalue = reals(SINK_B * SINK_H * SINK_D);
+    p.x.lse_b = sink_rows(s, p.logit, real, 1), p.x.out_b = sink_rows(s, p.value, real, SINK_D);
+    if (s->dtype == NSA_BF16) p.x.out_b = sink_rows(s, p.stored, NSA_BF16, SINK_D);
+    p.dx.lse_b = sink_rows(s, p.dlogit, real, 1);
+    p.dx.out_b = sink_rows(s, p.dvalue, s->dtype, SINK_D);
+    return p;
+}
+
+/* The definition, in double: sums of the gradients of all rows that share one. */
+static void sink_reference(const sink *s, const sink_problem *p, double *dlogit, double *dvalue) {
+    const nsa_real *out_a = (nsa_real *)p->x.out_a.data, *lse_a = (nsa_real *)p->x.lse_a.data;
+    const nsa_real *dout = (nsa_real *)p->dx.out.data, *dlse = (nsa_real *)p->dx.lse.data;
+    for (int r = 0; r < SINK_ROWS; r++) {
+        int of = (s->sequences ? r / (SINK_T * SINK_H) * SINK_H : 0) + (s->heads ? r % SINK_H : 0);
+        double a = exp((double)lse_a[r]), b = exp((double)p->logit[of]), along = 0;
+        for (int c = 0; c < SINK_D; c++) {
+            double of_out = (double)dout[r * SINK_D + c];
+            along += of_out * ((double)p->value[of * SINK_D + c] - (double)out_a[r * SINK_D + c]);
+            dvalue[of * SINK_D + c] += b / (a + b) * of_out;
+        }
+        dlogit[of] += b / (a + b) * (a / (a + b) * along + (double)dlse[r]);
+    }
+}
+
+static void sink_run(sink_problem *p) {
+    nsa_status s[] = {nsa_merge_forward(&p->x, &p->d), nsa_merge_backward(&p->dx, &p->x, &p->d)};
+    CHECK_OK("forward", s[0]);
+    CHECK_OK("backward", s[1]);
+}
+
+#ifdef CHECK_F64
+/* dout . out + dlse . lse */
+static double sink_loss(sink_problem *p) {
+    double sum = 0;
+    const nsa_status s = nsa_merge_forward(&p->x, &p->d);
+    CHECK_OK("forward", s);
+    for (int i = 0; i < SINK_ROWS * SINK_D; i++)
+        sum += ((nsa_real *)p->x.out.data)[i] * ((nsa_real *)p->dx.out.data)[i];
+    for (int i = 0; i < SINK_ROWS; i++)
+        sum += ((nsa_real *)p->x.lse.data)[i] * ((nsa_real *)p->dx.lse.data)[i];
+    return sum;
+}
+
+static void sink_gradcheck(sink_problem *p, nsa_real *x, const nsa_real *dx, int n) {
+    const double h = 1e-5;
+    double worst = 0;
+    for (int i = 0; i < n; i++) {
+        const double was = x[i];
+        x[i] = was + h;
+        const double up = sink_loss(p);
+        x[i] = was - h;
+        const double down = sink_loss(p), error = gradient_error(dx[i], (up - down) / (2 * h));
+        x[i] = was;
+        worst = error <= worst ? worst : error;
+    }
+    CHECK(worst <= 1e-7, "finite differences are off by %.3g", worst);
+}
+#endif
+
+static void shared_sink(const sink *s, const int32_t *begins) {
+    const int rows = (s->sequences ? SINK_B : 1) * SINK_H, width = rows * SINK_D;
+    double *dlogit = ref_zeros((size_t)rows), *dvalue = ref_zeros((size_t)width);
+    double *got = ref_zeros((size_t)width);
+    unsigned char *first[2] = {NULL, NULL};
+    for (int threads = 1; threads < 5; threads++) {
+        sink_problem p = sink_problem_of(s, begins);
+        check_case("a shared sink, %s, packed %d, %d threads", s->name, begins != NULL, threads);
+        p.d.threads = threads;
+        if (threads == 1) sink_reference(s, &p, dlogit, dvalue);
+        sink_run(&p);
+        const double unit = NSA_REAL_DTYPE == NSA_F64 ? 1e-14 : 4e-6;
+        for (int i = 0; i < rows; i++) got[i] = (double)p.dlogit[i];
+        CHECK_NEAR("dx.lse_b", got, dlogit, (size_t)rows, 1,
+                   unit * check_norm(dlogit, (size_t)rows));
+        for (int i = 0; i < width; i++)
+            got[i] = s->dtype == NSA_BF16
+                         ? (double)nsa_bf16_to_f32(((uint16_t *)(void *)p.dvalue)[i])
+                         : (double)p.dvalue[i];
+        CHECK_NEAR("dx.out_b", got, dvalue, (size_t)width, SINK_D,
+                   (s->dtype == NSA_BF16 ? ldexp(1, -8) : unit) *
+                       check_norm(dvalue, (size_t)width));
+#ifdef CHECK_F64
+        if (threads == 1 && s->dtype == NSA_F64) {
+            sink_gradcheck(&p, p.logit, p.dlogit, s->heads ? rows : 1);
+            sink_gradcheck(&p, p.value, p.dvalue, s->heads ? width : SINK_D);
+        }
+#endif
+        const nsa_real *of[] = {p.dlogit, p.dvalue};
+        for (int i = 0; i < 2; i++) {
+            size_t bytes = (size_t)(i ? width : rows) * sizeof(nsa_real);
+            if (first[i]) CHECK_BITS("threads", (const unsigned char *)of[i], first[i], bytes, 1);
+            if (!first[i]) first[i] = memcpy(check_alloc(bytes), of[i], bytes);
+        }
+        guards_free();
+    }
+    free(first[0]), free(first[1]), free(dlogit), free(dvalue), free(got);
+}
+
+static void shared_sinks(void) {
+    static const int32_t begins[] = {0, SINK_T, 2 * SINK_T, 3 * SINK_T};
+    static const sink sinks[] = {{"one a head", 0, 1, NSA_REAL_DTYPE},
+                                 {"one for all", 0, 0, NSA_REAL_DTYPE},
+                                 {"one a head and sequence", 1, 1, NSA_REAL_DTYPE},
+                                 {"one a head, in bf16", 0, 1, NSA_BF16}};
+    for (int i = 0; i < COUNT(sinks); i++) {
+        shared_sink(&sinks[i], NULL);
+        if (!sinks[i].sequences) shared_sink(&sinks[i], begins);
+    }
+}
+#endif
+
 /* dx filled by copying x holds forward's lse where the incoming gradient goes. */
 static void copied_struct_is_refused(const suite *s, const nsa_desc *d) {
     spoiled b;
@@ -277,6 +442,9 @@ int main(int argc, char **argv) {
     suite_refusals(&s, &d);
     copied_struct_is_refused(&s, &d);
     merge_is_one_softmax();
+#ifndef CHECK_CUDA
+    shared_sinks();
+#endif
     bad_logarithms();
     return check_done("test_merge");
 }

@@ -207,6 +207,9 @@ static const rope_case rope_cases[] = {
       .frequencies = own_frequencies}},
     {"D 2", "small", 1, 1, {.dim = 2, .pairs = NSA_ROPE_HALVES}},
     {"D 256", "small", 1, 0, {.dim = 256}},
+#ifndef CHECK_CUDA
+    {"D 576", "small", 1, 0, {.dim = 576}},
+#endif
     {"varlen", "varlen empty", 0, 0, {.dim = 16}},
     {"varlen, given", "varlen four", 1, 1, {.dim = 32, .pairs = NSA_ROPE_HALVES}},
     {"16 heads", "scale 1, heads 16", 0, 0, {.dim = 16, .pairs = NSA_ROPE_HALVES}},
@@ -373,7 +376,7 @@ static void test_options(void) {
     spoiled b;
     spoiled_new(&b, &s, &d);
     nsa_rope *x = (nsa_rope *)instance_x(&b.p), good = *x;
-    static const int dims[] = {0, -2, 3, 257, 258};
+    static const int dims[] = {0, -2, 3, 257, 577, 578};
     for (int i = 0; i < COUNT(dims); i++)
         x->dim = dims[i], refuse_option(&b, "dim", NSA_ERROR_SIZE, "dim"), *x = good;
     x->heads = 0, refuse_option(&b, "no heads", NSA_ERROR_SIZE, "heads"), *x = good;

@@ -15,6 +15,9 @@
 #error "NSA_CUDA_MAX_DIM is 64, 128, 192 or 256"
 #endif
 
+/* The widest rows that RoPE and phi take, whatever attention is compiled for. */
+enum { NSA__CUDA_MAX_ROW = 256 };
+
 /* The dtypes that attention, selection and mlp are compiled for, as a set. */
 enum {
     NSA__CUDA_DTYPES = 0

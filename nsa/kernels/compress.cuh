@@ -237,7 +237,7 @@ static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const ns
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (static_cast<unsigned>(x->phi) > NSA_PHI_MLP)
         return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
-    if (x->dim < 8 || x->dim > NSA__MAX_DIM || x->dim % 8)
+    if (x->dim < 8 || x->dim > NSA__CUDA_MAX_ROW || x->dim % 8)
         return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
     const bool mlp = x->phi == NSA_PHI_MLP;
     if (mlp && (x->hidden < 8 || x->hidden % 8))

@@ -9,7 +9,7 @@
 /* Turns (of 2 pi) that pair i makes from one position to the next, and what the result is scaled
    by. */
 struct nsa__cuda_rope_table {
-    double turns[NSA__MAX_DIM / 2];
+    double turns[NSA__CUDA_MAX_ROW / 2];
     float magnitude;
 };
 
@@ -75,7 +75,7 @@ static nsa_status nsa__cuda_rope_check(const nsa_rope *x, const nsa_desc *d) {
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__rope_check_options(x));
-    if (x->dim % 8) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if (x->dim % 8 || x->dim > NSA__CUDA_MAX_ROW) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
     if (!x->positions.data) return NSA_OK;

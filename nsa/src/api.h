@@ -99,8 +99,8 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that the call refuses, and where none is needed. A call takes some 42 KB of stack,
-     and each of OpenMP's threads as much.
+     descriptor that the call refuses, and where none is needed. A call takes some 24 KB of stack,
+     with NSA_REAL double 42, and each of OpenMP's threads as much, whatever the widths.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
@@ -284,7 +284,7 @@ typedef struct nsa_desc {
     int tokens;            /* T >= 0 keys held (variable length: the longest sequence) */
     int heads;             /* H >= 1 query heads, a multiple of kv_heads */
     int kv_heads;          /* Hk >= 1 */
-    int dim, dim_v;        /* Dk of q and k, Dv of v and out: 1 .. 256 */
+    int dim, dim_v;        /* Dk of q and k, Dv of v and out: 1 .. 576 */
     int first, count;      /* the query rows to compute: first .. first + count - 1 */
     const int32_t *begins; /* NULL, or B + 1 ascending offsets of packed sequences */
     const int32_t *firsts; /* NULL, or of each sequence its first query; needs counts */
@@ -407,7 +407,7 @@ typedef struct nsa_rope {
     nsa_tensor positions; /* (B, count) i32, head stride unused; data NULL: the row's place in its
                              sequence */
     int heads;            /* H for q, Hk for k */
-    int dim;              /* even, 2 .. 256 */
+    int dim;              /* even, 2 .. 576 */
     double base;          /* 0 means 10000 */
     nsa_rope_pairs pairs;
     nsa_rope_scaling scaling;
@@ -452,7 +452,7 @@ typedef enum nsa_phi {
    rows, batch is not used. Where `optional` is said data may be NULL. */
 typedef struct nsa_compress {
     nsa_phi phi;
-    int dim;        /* D: width of x and out, 1 .. 256 */
+    int dim;        /* D: width of x and out, 1 .. 576 */
     int hidden;     /* mlp: width of the hidden layer, >= 1 */
     nsa_tensor x;   /* (B, T, Hk, D) */
     nsa_tensor out; /* (B, N, Hk, D) */
@@ -482,6 +482,9 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
             nsa_select_blocks
      win    keys are nsa_window_begin(t) .. t
      dense  keys are 0 .. t: causal attention, the baseline and the fall-back
+
+   V may be the first Dv columns of K (MLA: 576 and 512): x.v is the view x.k. dx.v may then be the
+   view dx.k, to which both gradients are added, or a view of its own.
 
    Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
    read and wrote. It takes no pages: sequences that share one would add to the same rows. */
@@ -541,7 +544,8 @@ typedef struct nsa_merge {
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d);
 /* dx.out in, and dx.lse, which may be NULL; adds to dx.out_a, dx.out_b, dx.lse_a, dx.lse_b. x.out
-   and x.lse are not read. */
+   and x.lse are not read. A stride of 0 in one of these four sums: token and batch 0 for a sink of
+   each head, head 0 too for one of all (nsa_cuda_merge_backward refuses them). */
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d);
 
 /* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------

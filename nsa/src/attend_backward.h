@@ -457,7 +457,7 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__backward_layout(jobs, &p, &shared);
     nsa__turns turns = nsa__backward_turns(jobs);
     p.shared = shared.used;
-    p.scratch = nsa__turns_scratch(&turns);
+    p.scratch = nsa__pack_scratch(&p, nsa__turns_scratch(&turns));
     return p;
 }
 

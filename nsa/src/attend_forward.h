@@ -219,7 +219,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__forward_layout(jobs, &p, &shared);
     nsa__forward_alloc(&f, &p, &scratch);
     p.shared = shared.used;
-    p.scratch = scratch.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
 }
 

@@ -34,13 +34,14 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
 
 /* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
    transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. */
+   short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
+   transpose alone are loaded into `some`, which has room for NSA__LANES of them. */
 static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed) {
+                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int width = o->width, wide = o->wide, n = job->keys - begin;
-    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
+    nsa_real *to = rows ? rows : some;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
@@ -76,19 +77,18 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 /* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
    row. */
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed) {
+                                nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, wide = o->wide, n = job->keys - begin;
-    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
-        nsa_real *to = row[r & 1];
+        nsa_real *to = some + (r & 1) * wide / 2;
         nsa__pack_ask(job, o, begin, r);
         if (r >= n)
-            memset(to, 0, sizeof row[0]);
+            memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x->dtype, nsa__key(job, x, begin + r)))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, some, some + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -96,13 +96,21 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
 }
 
 static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed) {
-    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed);
+                          nsa__packed *rows, nsa__packed *transposed, void *some) {
+    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
+                                                            (nsa_real *)some);
 }
 
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
 static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
     return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
+}
+
+/* A thread's scratch, of which a task takes `task` bytes and packing some rows. */
+static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
+    nsa__arena rows = {NULL, 0};
+    nsa__alloc_reals(&rows, (int64_t)NSA__LANES * nsa__max(p->k.wide, p->v.wide));
+    return task > rows.used ? task : rows.used;
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
@@ -111,15 +119,14 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__attend_plan *p = job->plan;
     ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
     const nsa__operand *k = &p->k, *v = &p->v;
-    (void)scratch;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
     for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, k, (int)key, r);
-    uint64_t nonfinite =
-        nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key), job->k_t + key * k->depth);
+    uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
+                                   job->k_t + key * k->depth, scratch);
     if (job->v || job->v_t)
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL);
+                               job->v_t ? job->v_t + key * v->depth : NULL, scratch);
     job->nonfinite[tile] = nonfinite;
 }
 

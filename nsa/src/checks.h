@@ -21,11 +21,11 @@
       "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
       "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
       "page_tokens >= 1, page_count and table_width >= 0, "                                        \
-      "threads 0..65536, dims 1..256; of rope dim is even, base 0 or > 1, factor and "             \
+      "threads 0..65536, dims 1..576; of rope dim is even, base 0 or > 1, factor and "             \
       "trained_context >= 1 (LongRoPE: 2), fast > slow > 0, context, magnitude and mscale >= 0, "  \
       "short_factors and long_factors > 0, and all are numbers; in a chain k_cmp.dim is dim and "  \
-      "v_cmp.dim is dim_v; on CUDA dims and hidden are multiples of 8 and dims at most "           \
-      "NSA_CUDA_MAX_DIM")                                                                          \
+      "v_cmp.dim is dim_v; on CUDA dims and hidden are multiples of 8, dim and dim_v at most "     \
+      "NSA_CUDA_MAX_DIM, which is at most 256, and those of rope and phi at most 256")             \
     X(NSA_ERROR_HEADS,                                                                             \
       "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
       "or a multiple of kv_heads that divides heads (on CUDA and in a cache kv_heads)")            \
@@ -266,7 +266,9 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (first < 0 || first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (d->count < 0 || d->count > d->tokens - first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
-    if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
+    /* 256: rows of lse, gates and lists are short of it */
+    const int64_t widest = nsa__max(256, nsa__max(d->dim, d->dim_v));
+    if (!nsa__fits(d->batch, d->tokens, d->heads, widest) ||
         !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;

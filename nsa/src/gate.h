@@ -59,7 +59,8 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
     int sharers = d->heads / d->gate_heads;
     int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
+    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
+    for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
         nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
         for (int i = 0; i < 3; i++) {

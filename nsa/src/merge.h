@@ -9,6 +9,12 @@ typedef struct nsa__merge_job {
     nsa__seq seq;
 } nsa__merge_job;
 
+/* A row of a gradient that several rows of x may share, and its sum so far. */
+typedef struct nsa__merge_sum {
+    void *row;
+    double *of;
+} nsa__merge_sum;
+
 enum { NSA__MERGE_TOKENS = 16 };
 
 /* Recognised by its bits, because -ffast-math knows no infinity. */
@@ -51,9 +57,10 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int h
     const nsa_merge *x = job->x;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
     int64_t batch = job->seq.batch;
-    nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
+    nsa_real w[2], lse, out[NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    memset(out, 0, (size_t)job->d->dim_v * sizeof *out);
     for (int i = 0; i < 2; i++)
         if (parts >> i & 1)
             nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
@@ -62,16 +69,35 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int h
     nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
 }
 
+/* Adds factor * from to a row of a gradient, or to `sum`, which goes to its row, rounded once, when
+   another row comes, or none. */
+static void nsa__merge_add(nsa__merge_sum *sum, const nsa_tensor *x, void *row, nsa_real factor,
+                           const nsa_real *from, int n) {
+    if (!sum) {
+        nsa__add(x->dtype, row, factor, from, n);
+        return;
+    }
+    if (sum->row && sum->row != row) {
+        nsa_real whole[NSA__MAX_DIM];
+        for (int c = 0; c < n; c++) whole[c] = (nsa_real)sum->of[c];
+        nsa__add(x->dtype, sum->row, 1, whole, n);
+    }
+    if (sum->row != row) memset(sum->of, 0, (size_t)n * sizeof *sum->of);
+    for (int c = 0; from && c < n; c++) sum->of[c] += (double)(factor * from[c]);
+    sum->row = row;
+}
+
 /* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
      dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
-   and the same with a and b exchanged. */
-static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head) {
+   and the same with a and b exchanged. `sums`: NULL, or of dout_a, dout_b, dlse_a and dlse_b. */
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head,
+                                    nsa__merge_sum *sums) {
     const nsa_merge *x = job->x, *dx = job->dx;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
                      *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
     int64_t batch = job->seq.batch;
     int dim_v = job->d->dim_v;
-    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
+    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
     if (!parts) return;
@@ -80,15 +106,34 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
     for (int i = 0; i < 2; i++)
         if (parts >> i & 1)
             nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
+        else
+            memset(out[i], 0, (size_t)dim_v * sizeof **out);
     for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
     for (int i = 0; i < 2; i++) {
         if (!(parts >> i & 1)) continue;
         nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
         if (dpart[i]->data)
-            nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);
+            nsa__merge_add(sums ? sums + i : NULL, dpart[i], nsa__row(dpart[i], batch, row, head),
+                           w[i], dout, dim_v);
         if (dlse_of[i]->data)
-            nsa__add(dlse_of[i]->dtype, nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
+            nsa__merge_add(sums ? sums + 2 + i : NULL, dlse_of[i],
+                           nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
     }
+}
+
+/* All rows of one head, whose gradients may share rows, in order: no bit depends on threads. */
+static void nsa__merge_head_task(const void *context, int64_t head, void *scratch) {
+    nsa__merge_job job = *(const nsa__merge_job *)context;
+    const nsa_tensor *to[] = {&job.dx->out_a, &job.dx->out_b, &job.dx->lse_a, &job.dx->lse_b};
+    double out[2][NSA__MAX_DIM], lse[2];
+    nsa__merge_sum sums[] = {{NULL, out[0]}, {NULL, out[1]}, {NULL, lse}, {NULL, lse + 1}};
+    (void)scratch;
+    for (job.seq = nsa__seq_begin(job.d); job.seq.nth < job.d->batch;
+         nsa__seq_next(job.d, &job.seq))
+        for (int64_t t = 0; t < job.seq.count; t++)
+            nsa__merge_backward_row(&job, job.seq.row + t, (int)head, sums);
+    for (int i = 0; i < 4; i++)
+        nsa__merge_add(&sums[i], to[i], NULL, 0, NULL, i < 2 ? job.d->dim_v : 1);
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
@@ -99,10 +144,22 @@ static void nsa__merge_task(const void *context, int64_t nth, void *scratch) {
     for (int64_t t = nth * NSA__MERGE_TOKENS; t < end; t++)
         for (int h = 0; h < job->d->heads; h++) {
             if (job->dx)
-                nsa__merge_backward_row(job, job->seq.row + t, h);
+                nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
             else
                 nsa__merge_forward_row(job, job->seq.row + t, h);
         }
+}
+
+/* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
+static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
+    const nsa_tensor *to[] = {&dx->out_a, &dx->out_b, &dx->lse_a, &dx->lse_b};
+    int shared = 0, heads = 0;
+    for (int i = 0; i < 4; i++) {
+        if (!to[i]->data || nsa__query_shape(d, 1, 1).rows < 2) continue;
+        shared |= !to[i]->token;
+        heads |= !to[i]->head && d->heads > 1;
+    }
+    return shared ? 1 + heads : 0;
 }
 
 static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
@@ -111,7 +168,11 @@ static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_de
     job.x = x;
     job.dx = dx;
     job.d = d;
-    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
+    const int shared = dx ? nsa__merge_sharers(dx, d) : 0;
+    if (shared > 1) team.threads = 1;
+    if (shared) nsa__run(&team, d->heads, nsa__merge_head_task, &job);
+    job.seq = nsa__seq_begin(d);
+    for (; !shared && job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
 }
 
@@ -125,6 +186,15 @@ static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int fo
     if (!forward) return NSA_OK;
     NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
     return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
+}
+
+/* A gradient of a row that tokens, heads or sequences share is the sum over them. */
+static nsa_status nsa__merge_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
+                                            nsa__shape shape, int field) {
+    if (!dx->token && shape.rows > 1) shape.rows = 1;
+    if (!dx->head) shape.heads = 1;
+    if (!dx->batch && shape.batch > 1) shape.batch = 1;
+    return nsa__check_gradient(dx, x, shape, field);
 }
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
@@ -148,10 +218,10 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
                lse = nsa__query_shape(d, d->heads, 1);
     NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
-    NSA__CHECK(nsa__check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
-    NSA__CHECK(nsa__check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
-    NSA__CHECK(nsa__check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
-    NSA__CHECK(nsa__check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
+    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
     nsa__merge_run(dx, x, d);
     return NSA_OK;
 }

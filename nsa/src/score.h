@@ -177,7 +177,7 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d)
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;
-    p.scratch = scratch.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
 }
 

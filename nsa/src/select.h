@@ -130,7 +130,7 @@ static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *
     nsa__select_layout(jobs, &p, &shared);
     nsa__selecting_alloc(&f, &p, &scratch);
     p.shared = shared.used;
-    p.scratch = scratch.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
 }
 

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <string.h>
 
-#define NSA__MAX_DIM 256
+#define NSA__MAX_DIM 576
 
 /* Every field that a status can name. The fields of a compress stand three times, in the same
    order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id of such a field. */

@@ -731,6 +731,42 @@ static inline void test_rows_in_place(const branch *br, const geometry *g, nsa_d
     numbers_free(&n);
 }
 
+/* K and V are one array, V the first Dv columns of K: the bits of two arrays. Both gradients are
+   added to one array too, which then has their sum, or to two. */
+static inline void test_one_array(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, dtype, 36);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv), *of_k = ref_zeros(n.nk), *of_v = ref_zeros(n.nv);
+    const size_t dim = (size_t)d.dim, dim_v = (size_t)d.dim_v;
+    for (size_t i = 0; i < n.nv; i++) n.v[i] = n.k[i / dim_v * dim + i % dim_v];
+    bits of[3];
+    for (int one = 0; one < 3; one++) {
+        check_case("%s, %s, %s, K and V in %d arrays, their gradients in %d", br->name, g->name,
+                   dtype_name(dtype), one ? 1 : 2, one == 2 ? 1 : 2);
+        d.threads = 1 + one;
+        problem p = problem_new(br, &d, &n, dtype, NSA_REAL_DTYPE, 2 * one, zeros);
+        if (one) p.x.v = p.x.k;
+        if (one == 2) p.dx.v = p.dx.k;
+        run_both(br, &p);
+        of[one] = bits_take(&p);
+        if (one == 0) tensor_get(&p.dk, of_k), tensor_get(&p.dv, of_v);
+        guards_free();
+    }
+    same_bits(&of[1], &of[0]);
+    for (int i = 0; i < 3; i++)
+        CHECK_BITS(bits_names[i], of[2].of[i], of[0].of[i], of[0].bytes[i], 1);
+    int wrong = 0;
+    for (size_t i = 0; i < n.nk; i++) {
+        nsa_real both = (nsa_real)of_k[i];
+        if (i % dim < dim_v) both += (nsa_real)of_v[i / dim * dim_v + i % dim];
+        wrong += ((const nsa_real *)(void *)of[2].of[3])[i] != both;
+    }
+    CHECK(!wrong, "%d numbers of the gradient are not dk + dv", wrong);
+    for (int i = 0; i < 3; i++) bits_free(&of[i]);
+    free(zeros), free(of_k), free(of_v);
+    numbers_free(&n);
+}
+
 /* V times 4 is out times 4, exactly, and lse is what it was. */
 static inline void test_scaling(const branch *br, const geometry *g, nsa_dtype dtype) {
     nsa_desc d = desc_of(g);
@@ -1164,6 +1200,10 @@ static inline void test_all(const branch *br, amount a) {
     test_refusals(br);
     if (CHECKS_CUDA) return;
     for (int k = 0; k < COUNT(dtypes); k++) test_rows_in_place(br, shape("small"), dtypes[k]);
+    for (int k = 0; k < COUNT(dtypes); k++) {
+        test_one_array(br, shape("D 576 / 512"), dtypes[k]);
+        test_one_array(br, shape("D 192 / 128"), dtypes[k]);
+    }
     test_mixed(br), test_rounded_weights(br), test_absent_isa(br), test_products(br);
     if (br->keys == BRANCH_DENSE || br->keys == BRANCH_WIN) test_ties(br);
     if (br->keys == BRANCH_WIN) test_last_row(br);

@@ -61,6 +61,7 @@ typedef struct refused_tensor {
     nsa_dtype wrong;
     int no_heads; /* its head stride is not used */
     int one_row;  /* nor its token stride */
+    int sums;     /* a token stride of 0 is a sum over the tokens */
 } refused_tensor;
 
 static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
@@ -90,7 +91,7 @@ static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
     *t->x = good;
     if (t->output) {
         t->x->token = 0;
-        refused(r, "all rows at one place", NSA_ERROR_STRIDE, t->name);
+        if (!t->sums) refused(r, "all rows at one place", NSA_ERROR_STRIDE, t->name);
         *t->x = good;
         t->x->token = t->x->head = 1;
         refused(r, "rows one element apart", NSA_ERROR_STRIDE, t->name);
@@ -124,9 +125,9 @@ static const refused_field refused_fields[] = {
     FIELD(kv_heads, -2, NSA_ERROR_SIZE),
     FIELD(dim, 0, NSA_ERROR_SIZE),
     FIELD(dim, -16, NSA_ERROR_SIZE),
-    FIELD(dim, 257, NSA_ERROR_SIZE),
+    FIELD(dim, 577, NSA_ERROR_SIZE),
     FIELD(dim_v, 0, NSA_ERROR_SIZE),
-    FIELD(dim_v, 257, NSA_ERROR_SIZE),
+    FIELD(dim_v, 577, NSA_ERROR_SIZE),
     FIELD(first, -1, NSA_ERROR_RANGE),
     FIELD(first, INT_MAX, NSA_ERROR_RANGE),
     FIELD(first, 1, NSA_ERROR_RANGE),

@@ -30,6 +30,7 @@ typedef struct slot {
     int shared;            /* head stride 0: `heads` is 1, the library sees it under every head */
     int unread;            /* backward does not read it */
     int no_heads;          /* its head stride is not used */
+    int sums;              /* a gradient whose strides may be 0: it is summed over */
     int apart;             /* its rows' numbers are desc.gate_stride apart */
     int steers;            /* a NaN in it changes which rows others read: suite_nan leaves it out */
 } slot;
@@ -760,9 +761,10 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
         char name[64];
         int one_row = t->rows == ROWS_PARAMETER && t->parameter_rows == 1;
         nsa_dtype wrong = t->dtype == NSA_I32 ? NSA_F32 : NSA_I32;
-        refused_tensor x = {
-            t->name, slot_view(t, instance_x(&b.p)), !t->optional, t->output, wrong, t->no_heads,
-            one_row};
+        refused_tensor x = {t->name,      slot_view(t, instance_x(&b.p)),
+                            !t->optional, t->output,
+                            wrong,        t->no_heads,
+                            one_row,      0};
         refuse_tensor(&b.forward, &x);
         if (!t->gradient || !s->backward) continue;
         snprintf(name, sizeof name, "dx.%s", t->name);
@@ -772,7 +774,8 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
                              !t->output && !t->shared,
                              wrong,
                              t->no_heads,
-                             one_row};
+                             one_row,
+                             t->sums};
         refuse_tensor(&b.backward, &dx);
         x.output = 0;
         if (!t->output && !t->unread) refuse_tensor(&b.backward, &x);

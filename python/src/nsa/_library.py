@@ -87,8 +87,8 @@ class Library:
 #: The rule that a field has broken. The library's own words for a kind of error name the rules of all fields that can.
 _HEADS, _COUNT = "1 .. 2^30 - 1", "0 .. 2^29 - 1"
 _RULES = {
-    "SIZE": {"batch": ">= 1", "tokens": ">= 0", "heads": _HEADS, "kv_heads": _HEADS, "gate_heads": _HEADS, "dim": "1 .. 256",
-             "dim_v": "1 .. 256", "cmp_block": _HEADS, "cmp_stride": ">= 1", "slc_block": _HEADS,
+    "SIZE": {"batch": ">= 1", "tokens": ">= 0", "heads": _HEADS, "kv_heads": _HEADS, "gate_heads": _HEADS, "dim": "1 .. 576",
+             "dim_v": "1 .. 576", "cmp_block": _HEADS, "cmp_stride": ">= 1", "slc_block": _HEADS,
              "slc_count": "1 .. 2^29 - 1", "slc_init": _COUNT, "slc_local": _COUNT, "window": ">= 1",
              "threads": "0 .. 65536", "list_heads": "0 or more", "rows": ">= 0", "table_width": ">= 0",
              "page_tokens": ">= 1", "page_count": ">= 0", "max_rewind": ">= 0", "hidden": ">= 1"},
