@@ -174,6 +174,7 @@ static void report_row(report *r, const problem *p, int row, int backward, const
     if (t.median <= 0) return;
     printf("%-6s %s  %2d %2d %3d  %6d  %d  %10.2f ms", row_names[row], pass, d->heads, d->kv_heads,
            d->dim, d->tokens, d->threads, t.median * 1e3);
+    if (d->dim_v != d->dim) printf("  Dv %d", d->dim_v);
     if (beside) printf("  beside %d", beside);
     if (flops > 0)
         printf("  %6.1f GFLOP/s  %3.0f %% of peak, %3.0f %% of sgemm", rate,
@@ -186,6 +187,7 @@ static void report_row(report *r, const problem *p, int row, int backward, const
             r->rows++ ? "," : "", row_names[row], pass, d->heads);
     fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"tokens\": %d, \"threads\": %d", d->kv_heads,
             d->dim, d->tokens, d->threads);
+    if (d->dim_v != d->dim) fprintf(r->json, ", \"dim_v\": %d", d->dim_v);
     fprintf(r->json, ", \"dtype\": \"%s\", \"beside\": %d", dtype_names[p->dtype], beside);
     json_number(r->json, "ms", t.median * 1e3);
     fprintf(r->json, ", \"spread\": %.2g", t.spread);
@@ -221,7 +223,7 @@ static void measure(report *r, const shape *s, int threads) {
     neighbours busy;
     limits of = {0, peak_of(r->dtype)};
     limits_measure(&of, threads);
-    problem_make_as(&p, r->dtype, s->heads, s->kv_heads, s->dim, s->tokens, threads);
+    problem_make_as(&p, r->dtype, s, threads);
     run_nsa(&p); /* fills caches and the block lists */
     if (s->tokens <= LONG) run_dense(&p);
     measure_passes(r, &p, &of, 0);
@@ -260,11 +262,11 @@ static void measure_all(report *r) {
     static const struct {
         shape shape; /* tokens: the most */
         int least;
-    } shapes[] = {{{16, 1, 64, 65536}, 1024},
-                  {{16, 4, 128, 65536}, 1024},
-                  {{12, 12, 64, 65536}, 1024},
-                  {{12, 2, 64, 65536}, 1024},
-                  {{64, 4, 128, 8192}, 8192}};
+    } shapes[] = {{{16, 1, 64, 65536, 0}, 1024},
+                  {{16, 4, 128, 65536, 0}, 1024},
+                  {{12, 12, 64, 65536, 0}, 1024},
+                  {{12, 2, 64, 65536, 0}, 1024},
+                  {{64, 4, 128, 8192, 0}, 8192}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         shape s = shapes[i].shape;
         for (s.tokens = shapes[i].least; s.tokens <= shapes[i].shape.tokens; s.tokens *= 2)
@@ -276,7 +278,8 @@ static int usage(void) {
     fprintf(stderr,
             "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--dtype f32|bf16|f16]\n"
             "                       [--beside K] [--seconds S] [--json FILE]\n"
-            "Hk divides H, D is at most 256; without either, the five shapes of the tables up to\n"
+            "Hk divides H, D is at most 576, or Dk/Dv; without either, the five shapes of the "
+            "tables up to\n"
             "65536 tokens, in about an hour. Rounds of one direction begin for S seconds, default "
             "12.\n"
             "--beside measures all a second time beside K busy processes, at most %d.\n",
@@ -321,7 +324,7 @@ int main(int argc, char **argv) {
         return 1;
     }
     report_begin(&r);
-    if (quick) measure(&r, &(shape){16, 1, 64, 8192}, 2);
+    if (quick) measure(&r, &(shape){16, 1, 64, 8192, 0}, 2);
     for (int i = 0; i < count; i++) measure_threads(&r, &shapes[i]);
     if (!quick && !count) measure_all(&r);
     return report_end(&r, path);

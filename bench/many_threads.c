@@ -433,7 +433,7 @@ static void measure_pass(options *o, const shape *of, problem *p, const char *br
 
 static void measure(options *o, const shape *s) {
     problem p;
-    problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, o->m.threads);
+    problem_make_as(&p, NSA_F32, s, o->m.threads);
     measure_pass(o, s, &p, "nsa", "fwd", run_nsa);
     measure_pass(o, s, &p, "nsa", "bwd", run_nsa_backward);
     measure_pass(o, s, &p, "dense", "fwd", run_dense);
@@ -453,11 +453,11 @@ static int usage(void) {
 
 int main(int argc, char **argv) {
     enum { MAX_SHAPES = 32 };
-    shape shapes[MAX_SHAPES] = {{16, 1, 64, 8192},
-                                {16, 4, 128, 8192},
-                                {12, 12, 64, 8192},
-                                {12, 2, 64, 8192},
-                                {64, 4, 128, 8192}};
+    shape shapes[MAX_SHAPES] = {{16, 1, 64, 8192, 0},
+                                {16, 4, 128, 8192, 0},
+                                {12, 12, 64, 8192, 0},
+                                {12, 2, 64, 8192, 0},
+                                {64, 4, 128, 8192, 0}};
     options o = {{64, 100e-9}, NULL, 0};
     const char *path = NULL;
     int count = 0;

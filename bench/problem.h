@@ -85,35 +85,43 @@ static void problem_gradients(problem *p) {
     p->dx = p->x;
     p->dx.q = take(p, d->tokens, d->heads, d->dim, 0);
     p->dx.k_slc = p->dx.k_win = p->dx.k_cmp.x = take(p, d->tokens, d->kv_heads, d->dim, 0);
-    p->dx.v_slc = p->dx.v_win = p->dx.v_cmp.x = take(p, d->tokens, d->kv_heads, d->dim, 0);
+    p->dx.v_slc = p->dx.v_win = p->dx.v_cmp.x = take(p, d->tokens, d->kv_heads, d->dim_v, 0);
     p->dx.gates = take(p, d->tokens, d->heads, 3, 0);
-    p->dx.out = take(p, d->tokens, d->heads, d->dim, 5);
+    p->dx.out = take(p, d->tokens, d->heads, d->dim_v, 5);
     p->ddense.q = p->dx.q;
     p->ddense.k = p->dx.k_slc;
     p->ddense.v = p->dx.v_slc;
     p->ddense.out = p->dx.out;
 }
 
-static inline void problem_make_as(problem *p, nsa_dtype dtype, int heads, int kv_heads, int dim,
-                                   int tokens, int threads) {
+/* What --shape gives: H,Hk,D,T, or H,Hk,Dk/Dv,T. */
+typedef struct shape {
+    int heads, kv_heads, dim, tokens;
+    int dim_v; /* 0: dim */
+} shape;
+
+static inline void problem_make_as(problem *p, nsa_dtype dtype, const shape *s, int threads) {
+    const int heads = s->heads, kv_heads = s->kv_heads, tokens = s->tokens, dim = s->dim;
+    const int dim_v = s->dim_v ? s->dim_v : dim;
     memset(p, 0, sizeof *p);
     p->dtype = dtype;
     nsa_desc *d = &p->d;
     *d = nsa_desc_default(1, tokens, heads, kv_heads, dim);
+    d->dim_v = dim_v;
     d->threads = threads;
-    nsa_tensor k = take(p, tokens, kv_heads, dim, 2), v = take(p, tokens, kv_heads, dim, 3);
+    nsa_tensor k = take(p, tokens, kv_heads, dim, 2), v = take(p, tokens, kv_heads, dim_v, 3);
     int cmp = nsa_cmp_count(d, tokens);
     p->x.q = take(p, tokens, heads, dim, 1);
     p->x.k_slc = p->x.k_win = k;
     p->x.v_slc = p->x.v_win = v;
     p->x.k_cmp = mean_of(k, take(p, cmp, kv_heads, dim, 0), dim);
-    p->x.v_cmp = mean_of(v, take(p, cmp, kv_heads, dim, 0), dim);
+    p->x.v_cmp = mean_of(v, take(p, cmp, kv_heads, dim_v, 0), dim_v);
     p->x.gates = take(p, tokens, heads, 3, 4);
     p->x.blocks = take_as(p, NSA_I32, tokens, kv_heads, nsa_block_list_width(d), 0);
     nsa_tensor *outs[] = {&p->x.out_cmp, &p->x.out_slc, &p->x.out_win, &p->x.out, &p->dense.out};
     nsa_tensor *lses[] = {&p->x.lse_cmp, &p->x.lse_slc, &p->x.lse_win, &p->dense.lse};
     for (size_t i = 0; i < sizeof outs / sizeof *outs; i++)
-        *outs[i] = take(p, tokens, heads, dim, 0);
+        *outs[i] = take(p, tokens, heads, dim_v, 0);
     for (size_t i = 0; i < sizeof lses / sizeof *lses; i++)
         *lses[i] = take_as(p, NSA_F32, tokens, heads, 1, 0);
     p->dense.q = p->x.q;
@@ -138,7 +146,8 @@ static inline void problem_make_as(problem *p, nsa_dtype dtype, int heads, int k
 
 static inline void problem_make(problem *p, int heads, int kv_heads, int dim, int tokens,
                                 int threads) {
-    problem_make_as(p, NSA_F32, heads, kv_heads, dim, tokens, threads);
+    const shape s = {heads, kv_heads, dim, tokens, 0};
+    problem_make_as(p, NSA_F32, &s, threads);
 }
 
 static inline void problem_free(problem *p) {
@@ -244,17 +253,17 @@ static inline void count_pairs(const problem *p, double pairs[ROWS]) {
     pairs[ROW_NSA] = pairs[ROW_CMP] + pairs[ROW_SLC] + pairs[ROW_WIN];
 }
 
-/* What --shape gives: H,Hk,D,T. */
-typedef struct shape {
-    int heads, kv_heads, dim, tokens;
-} shape;
-
 static inline int parse_shape(shape *s, const char *text) {
     char rest;
-    return sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest) ==
-               4 &&
-           s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 && s->dim > 0 &&
-           s->dim <= 256 && s->tokens > 0;
+    s->dim_v = 0;
+    int found = sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest);
+    if (found == 3) /* then a slash follows */
+        found = sscanf(text, "%d,%d,%d/%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->dim_v,
+                       &s->tokens, &rest) == 5
+                    ? 4
+                    : 0;
+    return found == 4 && s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 &&
+           s->dim > 0 && s->dim <= 576 && s->dim_v >= 0 && s->dim_v <= 576 && s->tokens > 0;
 }
 
 #endif

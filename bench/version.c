@@ -14,7 +14,8 @@ size_t version_problem_bytes(void) {
 
 problem *version_make(int dtype, int heads, int kv_heads, int dim, int tokens, int threads) {
     problem *p = (problem *)allocate(sizeof *p);
-    problem_make_as(p, (nsa_dtype)dtype, heads, kv_heads, dim, tokens, threads);
+    const shape s = {heads, kv_heads, dim, tokens, 0};
+    problem_make_as(p, (nsa_dtype)dtype, &s, threads);
     p->bytes += p->bytes / 4; /* another version may ask for more */
     free(p->workspace);
     p->workspace = allocate(p->bytes);
