@@ -107,8 +107,8 @@
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
      may be added to one view). This is not checked.
 
-   What it does not do: dropout, attention biases, cross attention, double backward, key-value
-   caches of several layers, quantised keys.
+   What it does not do: dropout, attention biases, cross attention of packed sequences, double
+   backward, key-value caches of several layers, quantised keys.
 
    CONFIGURATION (define before the include, the same in every file)
 
@@ -269,7 +269,8 @@ typedef enum nsa_window_rule {
 typedef enum nsa_mask {
     NSA_MASK_CAUSAL = 0, /* those at or before it */
     NSA_MASK_NONE        /* all of its sequence: a window holds the keys with |t - s| < w (with
-                            NSA_WINDOW_BEFORE_SELF <= w), and no block is forced for its place */
+                            NSA_WINDOW_BEFORE_SELF <= w), and no block is forced for its place;
+                            without begins and firsts count may be above tokens, except on CUDA */
 } nsa_mask;
 
 typedef enum nsa_gate_kind {
@@ -484,15 +485,13 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
      win    keys are nsa_window_begin(t) .. t
      dense  keys are 0 .. t: causal attention, the baseline and the fall-back
 
-   V may be the first Dv columns of K (MLA: 576 and 512): x.v is the view x.k. dx.v may then be the
-   view dx.k, to which both gradients are added, or a view of its own.
-
    Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
    read and wrote. It takes no pages: sequences that share one would add to the same rows. */
 typedef struct nsa_attend {
     nsa_tensor q;      /* (B, count, H, Dk) */
     nsa_tensor k;      /* (B, T, Hk, Dk); cmp: (B, N, Hk, Dk) */
-    nsa_tensor v;      /* (B, T, Hk, Dv); cmp: (B, N, Hk, Dv) */
+    nsa_tensor v;      /* (B, T, Hk, Dv); cmp: (B, N, Hk, Dv). May be k's first Dv columns, as in
+                          MLA; dx.v then its own view, or dx.k, to which both are added */
     nsa_tensor out;    /* (B, count, H, Dv) */
     nsa_tensor lse;    /* (B, count, H) of dtype NSA_REAL_DTYPE */
     nsa_tensor blocks; /* slc: (B, count, list heads, nsa_block_list_width) i32 */
@@ -534,8 +533,8 @@ NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_att
    softmax over both sets gives, if no key is in both. A part without keys (lse = -inf) changes no
    bit of the other; its out is not read. With it slc and win become one softmax, keys are split
    over owners, and an attention sink is a part whose out is 0 and whose lse is the sink's logit
-   (views with strides of 0 need one row of each). An lse of +inf or NaN makes its row NaN, out and
-   lse, and no other: +inf is no logarithm of a sum of keys. */
+   (views with strides of 0 need one row of each; such gradients are sums, on CUDA refused). An lse
+   of +inf or NaN makes its row NaN, out and lse, and no other: no sum of keys is infinite. */
 typedef struct nsa_merge {
     nsa_tensor out_a, out_b; /* (B, count, H, Dv) */
     nsa_tensor lse_a, lse_b; /* (B, count, H) of dtype NSA_REAL_DTYPE */
@@ -544,9 +543,7 @@ typedef struct nsa_merge {
 } nsa_merge;
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d);
-/* dx.out in, and dx.lse, which may be NULL; adds to dx.out_a, dx.out_b, dx.lse_a, dx.lse_b. x.out
-   and x.lse are not read. A stride of 0 in one of these four sums: token and batch 0 for a sink of
-   each head, head 0 too for one of all (nsa_cuda_merge_backward refuses them). */
+/* dx.out in, dx.lse may be NULL; adds to dx.out_a .. dx.lse_b. x.out and x.lse are not read. */
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d);
 
 /* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------
@@ -622,8 +619,7 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
 typedef struct nsa_rank {
     nsa_tensor scores; /* (B, count, list heads, nsa_slc_count(T)): of the candidates; others are
                           not read */
-    nsa_tensor
-        blocks; /* out: (B, count, list heads, nsa_block_list_width) i32, as nsa_select_blocks' */
+    nsa_tensor blocks; /* out: i32, as nsa_select_blocks' */
 } nsa_rank;
 
 NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d);
@@ -1873,8 +1869,10 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
-    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
-                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
+    X(NSA_ERROR_RANGE,                                                                             \
+      "first and count must be >= 0, and first + count <= tokens (unless mask is "                 \
+      "NSA_MASK_NONE, without begins and firsts, on the CPU); of every sequence "                  \
+      "too, and no count above desc.count: nsa_check_pages says where")                            \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
@@ -2099,12 +2097,15 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
     const int first = d->firsts ? 0 : d->first;
     if (first < 0 || first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
-    if (d->count < 0 || d->count > d->tokens - first)
+    /* without a mask, of whole sequences, queries need no place among the keys */
+    const int apart = d->mask == NSA_MASK_NONE && !d->begins && !d->firsts;
+    if (d->count < 0 || d->count > (apart ? INT_MAX : d->tokens) - first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     /* 256: rows of lse, gates and lists are short of it */
     const int64_t widest = nsa__max(256, nsa__max(d->dim, d->dim_v));
-    if (!nsa__fits(d->batch, d->tokens, d->heads, widest) ||
-        !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))
+    const int64_t rows = nsa__max(d->tokens, d->count);
+    if (!nsa__fits(d->batch, rows, d->heads, widest) ||
+        !nsa__fits(d->batch, rows, nsa__list_heads(d), nsa_block_list_width(d)))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
 }
@@ -2263,8 +2264,9 @@ static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     s->tokens = nsa__tokens_of(d, b);
     s->cmp_tokens = nsa_cmp_count(d, s->tokens);
     s->first = d->firsts ? d->firsts[b] : d->first;
-    s->count = d->counts ? d->counts[b]
-                         : (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
+    s->count = d->counts   ? d->counts[b]
+               : d->begins ? (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first))
+                           : d->count;
     s->keys.batch = s->cmp.batch = d->begins ? 0 : b;
     s->keys.row = d->begins ? d->begins[b] : 0;
     s->batch = d->counts ? 0 : s->keys.batch;
@@ -7630,10 +7632,13 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     if (p->is.lists) {
         nsa__tile_iter_invert(it, job);
     } else {
-        for (int a = 0; a < it->queries; a++)
+        int last = 0; /* queries behind a window's last key see none */
+        for (int a = 0; a < it->queries; a++) {
             if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+            last = it->end[a] ? a : last;
+        }
         it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
+        it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
     }
     it->tile = it->tile_begin - 1;
 }

@@ -110,6 +110,8 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(&host));
     if (!d->firsts != !d->counts)
         return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
+    if (d->count > d->tokens - (d->firsts ? 0 : d->first))
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);

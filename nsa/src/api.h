@@ -106,8 +106,8 @@
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
      may be added to one view). This is not checked.
 
-   What it does not do: dropout, attention biases, cross attention, double backward, key-value
-   caches of several layers, quantised keys.
+   What it does not do: dropout, attention biases, cross attention of packed sequences, double
+   backward, key-value caches of several layers, quantised keys.
 
    CONFIGURATION (define before the include, the same in every file)
 
@@ -268,7 +268,8 @@ typedef enum nsa_window_rule {
 typedef enum nsa_mask {
     NSA_MASK_CAUSAL = 0, /* those at or before it */
     NSA_MASK_NONE        /* all of its sequence: a window holds the keys with |t - s| < w (with
-                            NSA_WINDOW_BEFORE_SELF <= w), and no block is forced for its place */
+                            NSA_WINDOW_BEFORE_SELF <= w), and no block is forced for its place;
+                            without begins and firsts count may be above tokens, except on CUDA */
 } nsa_mask;
 
 typedef enum nsa_gate_kind {
@@ -483,15 +484,13 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
      win    keys are nsa_window_begin(t) .. t
      dense  keys are 0 .. t: causal attention, the baseline and the fall-back
 
-   V may be the first Dv columns of K (MLA: 576 and 512): x.v is the view x.k. dx.v may then be the
-   view dx.k, to which both gradients are added, or a view of its own.
-
    Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
    read and wrote. It takes no pages: sequences that share one would add to the same rows. */
 typedef struct nsa_attend {
     nsa_tensor q;      /* (B, count, H, Dk) */
     nsa_tensor k;      /* (B, T, Hk, Dk); cmp: (B, N, Hk, Dk) */
-    nsa_tensor v;      /* (B, T, Hk, Dv); cmp: (B, N, Hk, Dv) */
+    nsa_tensor v;      /* (B, T, Hk, Dv); cmp: (B, N, Hk, Dv). May be k's first Dv columns, as in
+                          MLA; dx.v then its own view, or dx.k, to which both are added */
     nsa_tensor out;    /* (B, count, H, Dv) */
     nsa_tensor lse;    /* (B, count, H) of dtype NSA_REAL_DTYPE */
     nsa_tensor blocks; /* slc: (B, count, list heads, nsa_block_list_width) i32 */
@@ -533,8 +532,8 @@ NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_att
    softmax over both sets gives, if no key is in both. A part without keys (lse = -inf) changes no
    bit of the other; its out is not read. With it slc and win become one softmax, keys are split
    over owners, and an attention sink is a part whose out is 0 and whose lse is the sink's logit
-   (views with strides of 0 need one row of each). An lse of +inf or NaN makes its row NaN, out and
-   lse, and no other: +inf is no logarithm of a sum of keys. */
+   (views with strides of 0 need one row of each; such gradients are sums, on CUDA refused). An lse
+   of +inf or NaN makes its row NaN, out and lse, and no other: no sum of keys is infinite. */
 typedef struct nsa_merge {
     nsa_tensor out_a, out_b; /* (B, count, H, Dv) */
     nsa_tensor lse_a, lse_b; /* (B, count, H) of dtype NSA_REAL_DTYPE */
@@ -543,9 +542,7 @@ typedef struct nsa_merge {
 } nsa_merge;
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d);
-/* dx.out in, and dx.lse, which may be NULL; adds to dx.out_a, dx.out_b, dx.lse_a, dx.lse_b. x.out
-   and x.lse are not read. A stride of 0 in one of these four sums: token and batch 0 for a sink of
-   each head, head 0 too for one of all (nsa_cuda_merge_backward refuses them). */
+/* dx.out in, dx.lse may be NULL; adds to dx.out_a .. dx.lse_b. x.out and x.lse are not read. */
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d);
 
 /* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------
@@ -621,8 +618,7 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
 typedef struct nsa_rank {
     nsa_tensor scores; /* (B, count, list heads, nsa_slc_count(T)): of the candidates; others are
                           not read */
-    nsa_tensor
-        blocks; /* out: (B, count, list heads, nsa_block_list_width) i32, as nsa_select_blocks' */
+    nsa_tensor blocks; /* out: i32, as nsa_select_blocks' */
 } nsa_rank;
 
 NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d);

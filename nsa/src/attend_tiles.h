@@ -121,10 +121,13 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     if (p->is.lists) {
         nsa__tile_iter_invert(it, job);
     } else {
-        for (int a = 0; a < it->queries; a++)
+        int last = 0; /* queries behind a window's last key see none */
+        for (int a = 0; a < it->queries; a++) {
             if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+            last = it->end[a] ? a : last;
+        }
         it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
+        it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
     }
     it->tile = it->tile_begin - 1;
 }

@@ -38,8 +38,10 @@
       "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
-    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
-                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
+    X(NSA_ERROR_RANGE,                                                                             \
+      "first and count must be >= 0, and first + count <= tokens (unless mask is "                 \
+      "NSA_MASK_NONE, without begins and firsts, on the CPU); of every sequence "                  \
+      "too, and no count above desc.count: nsa_check_pages says where")                            \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
@@ -264,12 +266,15 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
     const int first = d->firsts ? 0 : d->first;
     if (first < 0 || first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
-    if (d->count < 0 || d->count > d->tokens - first)
+    /* without a mask, of whole sequences, queries need no place among the keys */
+    const int apart = d->mask == NSA_MASK_NONE && !d->begins && !d->firsts;
+    if (d->count < 0 || d->count > (apart ? INT_MAX : d->tokens) - first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     /* 256: rows of lse, gates and lists are short of it */
     const int64_t widest = nsa__max(256, nsa__max(d->dim, d->dim_v));
-    if (!nsa__fits(d->batch, d->tokens, d->heads, widest) ||
-        !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))
+    const int64_t rows = nsa__max(d->tokens, d->count);
+    if (!nsa__fits(d->batch, rows, d->heads, widest) ||
+        !nsa__fits(d->batch, rows, nsa__list_heads(d), nsa_block_list_width(d)))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
 }

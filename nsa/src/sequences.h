@@ -45,8 +45,9 @@ static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     s->tokens = nsa__tokens_of(d, b);
     s->cmp_tokens = nsa_cmp_count(d, s->tokens);
     s->first = d->firsts ? d->firsts[b] : d->first;
-    s->count = d->counts ? d->counts[b]
-                         : (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
+    s->count = d->counts   ? d->counts[b]
+               : d->begins ? (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first))
+                           : d->count;
     s->keys.batch = s->cmp.batch = d->begins ? 0 : b;
     s->keys.row = d->begins ? d->begins[b] : 0;
     s->batch = d->counts ? 0 : s->keys.batch;

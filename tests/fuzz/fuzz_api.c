@@ -183,7 +183,7 @@ static void draw_phi(fuzz_input *in, problem *p, nsa_compress *x, int dim) {
 }
 
 static void draw_rope(fuzz_input *in, problem *p, nsa_rope *x) {
-    static double of_pairs[2][256 / 2];
+    static double of_pairs[2][576 / 2];
     double *numbers[] = {&x->base,           &x->factor,      &x->fast,
                          &x->slow,           &x->magnitude,   &x->mscale,
                          &x->mscale_all_dim, &of_pairs[0][0], &of_pairs[1][0]};
@@ -197,7 +197,7 @@ static void draw_rope(fuzz_input *in, problem *p, nsa_rope *x) {
     x->trained_context = 2 + fuzz_below(in, 4096);
     x->context = fuzz_below(in, 8192);
     x->untruncated = fuzz_below(in, 2);
-    for (int i = 0; i < 256 / 2; i++) of_pairs[0][i] = 1 + i, of_pairs[1][i] = 1 / (1.0 + i);
+    for (int i = 0; i < 576 / 2; i++) of_pairs[0][i] = 1 + i, of_pairs[1][i] = 1 / (1.0 + i);
     x->short_factors = of_pairs[0], x->long_factors = of_pairs[1];
     if (fuzz_below(in, 8) == 0) x->frequencies = of_pairs[1];
     if (fuzz_below(in, 3)) return;

@@ -767,6 +767,124 @@ static inline void test_one_array(const branch *br, const geometry *g, nsa_dtype
     numbers_free(&n);
 }
 
+/* ---- More queries than keys: the definition, in double ---- */
+
+enum { MANY_Q = 61, MANY_K = 23, MANY_H = 4, MANY_D = 20, MANY_DV = 12, MANY_W = 9, MANY_N = 5 };
+
+typedef struct many {
+    double q[MANY_Q * MANY_H * MANY_D], dq[MANY_Q * MANY_H * MANY_D];
+    double k[MANY_K * MANY_D], dk[MANY_K * MANY_D], v[MANY_K * MANY_DV], dv[MANY_K * MANY_DV];
+    double out[MANY_Q * MANY_H * MANY_DV], dout[MANY_Q * MANY_H * MANY_DV], lse[MANY_Q * MANY_H];
+    int32_t lists[MANY_Q * MANY_N];
+} many;
+
+static inline int many_sees(const branch *br, const many *m, int t, int s) {
+    int listed = 0;
+    for (int i = 0; i < MANY_N; i++) listed |= m->lists[t * MANY_N + i] == s;
+    if (br->keys == BRANCH_SLC) return listed;
+    return br->keys != BRANCH_WIN || abs(t - s) < MANY_W;
+}
+
+static inline void many_reference(const branch *br, many *m) {
+    for (int r = 0; r < MANY_Q * MANY_H; r++) {
+        const double *q = m->q + r * MANY_D, *dout = m->dout + r * MANY_DV;
+        double p[MANY_K], *out = m->out + r * MANY_DV, sum = 0, along = 0;
+        for (int s = 0; s < MANY_K; s++) {
+            double score = 0;
+            for (int c = 0; c < MANY_D; c++) score += q[c] * m->k[s * MANY_D + c];
+            p[s] = many_sees(br, m, r / MANY_H, s) ? exp(score / sqrt(MANY_D)) : 0;
+            sum += p[s];
+        }
+        m->lse[r] = log(sum);
+        for (int s = 0; s < MANY_K; s++) p[s] = sum > 0 ? p[s] / sum : 0;
+        for (int i = 0; i < MANY_K * MANY_DV; i++) out[i % MANY_DV] += p[i / MANY_DV] * m->v[i];
+        for (int c = 0; c < MANY_DV; c++) along += out[c] * dout[c];
+        for (int s = 0; s < MANY_K; s++) {
+            double dp = 0;
+            for (int c = 0; c < MANY_DV; c++) dp += dout[c] * m->v[s * MANY_DV + c];
+            for (int c = 0; c < MANY_DV; c++) m->dv[s * MANY_DV + c] += p[s] * dout[c];
+            const double ds = p[s] * (dp - along) / sqrt(MANY_D);
+            for (int c = 0; c < MANY_D; c++) {
+                m->dq[r * MANY_D + c] += ds * m->k[s * MANY_D + c];
+                m->dk[s * MANY_D + c] += ds * q[c];
+            }
+        }
+    }
+}
+
+static inline nsa_tensor many_rows(const double *x, int rows, int heads, int width, int filled) {
+    const size_t n = (size_t)(rows * heads * width);
+    nsa_real *data = (nsa_real *)(void *)guarded_new("rows", n * sizeof(nsa_real), 16)->data;
+    for (size_t i = 0; i < n; i++) data[i] = filled ? (nsa_real)x[i] : 0;
+    return nsa_tensor_bthd(data, NSA_REAL_DTYPE, rows, heads, width);
+}
+
+static inline void many_compare(const char *what, const nsa_tensor *x, const double *want, size_t n,
+                                size_t width) {
+    double *got = ref_zeros(n), norm = 0;
+    for (size_t i = 0; i < n; i++) got[i] = (double)((const nsa_real *)x->data)[i];
+    for (size_t i = 0; i < n; i++) norm += isfinite(want[i]) ? want[i] * want[i] : 0;
+    for (size_t i = 0; i < n; i++) /* rows without keys */
+        if (want[i] == -INFINITY && got[i] == -INFINITY) got[i] = 0;
+    double *finite = copy_numbers(want, n);
+    for (size_t i = 0; i < n; i++) finite[i] = isfinite(want[i]) ? want[i] : 0;
+    CHECK_NEAR(what, got, finite, n, width, (sizeof(nsa_real) == 8 ? 1e-14 : 2e-6) * sqrt(norm));
+    free(got), free(finite);
+}
+
+/* Not causal: queries have no place among the keys, and may be more. */
+static inline void test_more_queries(const branch *br) {
+    many *m = (many *)check_alloc(sizeof *m);
+    memset(m, 0, sizeof *m);
+    double *const filled[] = {m->q, m->k, m->v, m->dout};
+    const int sizes[] = {COUNT(m->q), COUNT(m->k), COUNT(m->v), COUNT(m->dout)};
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < sizes[i]; j++)
+            filled[i][j] = (float)check_normal(90 + (uint64_t)i, (uint64_t)j);
+    for (int i = 0; i < MANY_Q * MANY_N; i++) /* ascending; query 7 has none, the next one two */
+        m->lists[i] = i / MANY_N == 7 || (i / MANY_N == 8 && i % MANY_N > 1)
+                          ? -1
+                          : i % MANY_N * 4 + i / MANY_N % 4;
+    many_reference(br, m);
+    nsa_desc d = nsa_desc_default(1, MANY_K, MANY_H, 1, MANY_D);
+    d.count = MANY_Q, d.dim_v = MANY_DV, d.window = MANY_W, d.mask = NSA_MASK_NONE;
+    d.cmp_block = d.cmp_stride = d.slc_block = 1, d.slc_count = MANY_N;
+    for (int threads = 1; threads < 4; threads++) {
+        nsa_attend x, dx;
+        memset(&x, 0, sizeof x), memset(&dx, 0, sizeof dx);
+        d.threads = threads;
+        check_case("%s, more queries than keys, %d threads", br->name, threads);
+        x.q = many_rows(m->q, MANY_Q, MANY_H, MANY_D, 1),
+        x.k = many_rows(m->k, MANY_K, 1, MANY_D, 1);
+        x.v = many_rows(m->v, MANY_K, 1, MANY_DV, 1),
+        dx.out = many_rows(m->dout, MANY_Q, MANY_H, MANY_DV, 1);
+        x.out = many_rows(NULL, MANY_Q, MANY_H, MANY_DV, 0),
+        x.lse = many_rows(NULL, MANY_Q, MANY_H, 1, 0);
+        dx.q = many_rows(NULL, MANY_Q, MANY_H, MANY_D, 0),
+        dx.k = many_rows(NULL, MANY_K, 1, MANY_D, 0);
+        dx.v = many_rows(NULL, MANY_K, 1, MANY_DV, 0);
+        x.blocks = nsa_tensor_bthd(m->lists, NSA_I32, MANY_Q, 1, MANY_N);
+        guarded *w = guarded_new("workspace", br->forward_size(&d), 1);
+        nsa_status s = br->forward(&x, &d, w->data, w->bytes);
+        CHECK_OK("forward", s);
+        w = guarded_new("workspace", br->backward_size(&d), 1);
+        s = br->backward(&dx, &x, &d, w->data, w->bytes);
+        CHECK_OK("backward", s);
+        many_compare("out", &x.out, m->out, COUNT(m->out), MANY_DV);
+        many_compare("lse", &x.lse, m->lse, COUNT(m->lse), 1);
+        many_compare("dq", &dx.q, m->dq, COUNT(m->dq), MANY_D);
+        many_compare("dk", &dx.k, m->dk, COUNT(m->dk), MANY_D);
+        many_compare("dv", &dx.v, m->dv, COUNT(m->dv), MANY_DV);
+        nsa_desc causal = d;
+        causal.mask = NSA_MASK_CAUSAL;
+        s = br->forward(&x, &causal, w->data, w->bytes);
+        CHECK(s != NSA_OK && !strcmp(nsa_status_where(s), "count"), "causal: %s",
+              nsa_status_where(s));
+        guards_free();
+    }
+    free(m);
+}
+
 /* V times 4 is out times 4, exactly, and lse is what it was. */
 static inline void test_scaling(const branch *br, const geometry *g, nsa_dtype dtype) {
     nsa_desc d = desc_of(g);
@@ -891,14 +1009,14 @@ static inline void test_refusals(const branch *br) {
     refusal forward = {"forward", call_forward, &forward_call, &p.d, unused};
     refusal backward = {"backward", call_backward, &backward_call, &p.d, unused};
     refused_tensor x[] = {
-        {"q", &p.x.q, 1, 0, NSA_I32, 0, 0},     {"k", &p.x.k, 1, 0, NSA_I32, 0, 0},
-        {"v", &p.x.v, 1, 0, NSA_I32, 0, 0},     {"out", &p.x.out, 1, 1, NSA_I32, 0, 0},
-        {"lse", &p.x.lse, 1, 1, NSA_F16, 0, 0}, {"blocks", &p.x.blocks, 1, 0, NSA_F32, 0, 0}};
-    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32, 0, 0},
-                           {"dx.k", &p.dx.k, 0, 1, NSA_I32, 0, 0},
-                           {"dx.v", &p.dx.v, 0, 1, NSA_I32, 0, 0},
-                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0, 0},
-                           {"dx.lse", &p.dx.lse, 0, 0, NSA_F16, 0, 0}};
+        {"q", &p.x.q, 1, 0, NSA_I32, 0, 0, 0},     {"k", &p.x.k, 1, 0, NSA_I32, 0, 0, 0},
+        {"v", &p.x.v, 1, 0, NSA_I32, 0, 0, 0},     {"out", &p.x.out, 1, 1, NSA_I32, 0, 0, 0},
+        {"lse", &p.x.lse, 1, 1, NSA_F16, 0, 0, 0}, {"blocks", &p.x.blocks, 1, 0, NSA_F32, 0, 0, 0}};
+    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32, 0, 0, 0},
+                           {"dx.k", &p.dx.k, 0, 1, NSA_I32, 0, 0, 0},
+                           {"dx.v", &p.dx.v, 0, 1, NSA_I32, 0, 0, 0},
+                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0, 0, 0},
+                           {"dx.lse", &p.dx.lse, 0, 0, NSA_F16, 0, 0, 0}};
     for (int i = 0; i < COUNT(x) - (br->keys != BRANCH_SLC); i++) {
         refuse_tensor(&forward, &x[i]);
         x[i].output = 0; /* backward reads what forward wrote */
@@ -1204,6 +1322,7 @@ static inline void test_all(const branch *br, amount a) {
         test_one_array(br, shape("D 576 / 512"), dtypes[k]);
         test_one_array(br, shape("D 192 / 128"), dtypes[k]);
     }
+    test_more_queries(br);
     test_mixed(br), test_rounded_weights(br), test_absent_isa(br), test_products(br);
     if (br->keys == BRANCH_DENSE || br->keys == BRANCH_WIN) test_ties(br);
     if (br->keys == BRANCH_WIN) test_last_row(br);
