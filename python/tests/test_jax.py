@@ -320,6 +320,19 @@ class Jax(unittest.TestCase):
         with self.assertRaisesRegex(nsa.Refused, "tokens: no option"):
             nj.attend_dense(self.q, self.k, self.v, tokens=200000)
 
+    def test_a_dtype_is_refused_where_the_call_is_traced(self):
+        lists = jnp.zeros((B, T, HK, 3), jnp.int32)
+        for words, call in (
+                ("q: int32, must be float32, bfloat16, ", lambda: nj.attend_win(self.q.astype(jnp.int32), self.k, self.v)),
+                ("k: complex64, must be", lambda: nj.attend_win(self.q, self.k.astype(jnp.complex64), self.v)),
+                ("blocks: float64, must be int32", lambda: nj.attend_slc(self.q, self.k, self.v, lists * 1.0, **GEOMETRY)),
+                ("positions: float64, must be int32", lambda: nj.rope(self.q, rows(B, T))),
+                ("lse: float16, must be float32", lambda: nj.select_blocks(
+                    self.q, rows(B, 12, HK, D), rows(B, T, H, dtype=jnp.float16), tokens=T, **GEOMETRY))):
+            for traced in (call, lambda call=call: jax.eval_shape(call)):
+                with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
+                    traced()
+
     def test_fewer_queries_than_tokens(self):
         with self.assertRaisesRegex(nsa.Refused, "first: not given, and there are 12 rows of queries for 52 tokens"):
             nj.attend_dense(self.q[:, 40:], self.k, self.v)

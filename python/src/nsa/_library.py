@@ -119,8 +119,19 @@ def _field(structs: Sequence[Struct], where: str) -> tuple[Any, Any]:
 
 
 #: Of which dtype a field is, where it is not of those of rows.
+_REALS = "float32, or float64 beside rows of float64"
 _DTYPES = {"blocks": "int32", "positions": "int32", **dict.fromkeys(
-    ("lse", "lse_a", "lse_b", "lse_cmp", "lse_slc", "lse_win", "scores"), "float32, or float64 beside rows of float64")}
+    ("lse", "lse_a", "lse_b", "lse_cmp", "lse_slc", "lse_win", "scores"), _REALS)}
+
+
+def _dtypes(field: str) -> str:
+    return _DTYPES.get(field.rpartition(".")[2], "float32, bfloat16, float16 or float64")
+
+
+def check_dtype(field: str, name: str) -> None:
+    """What the header looks at, for who can say it before the call."""
+    if name not in _dtypes(field).replace(",", " ").split():
+        raise refused("DTYPE", field, f"{name}, must be {_dtypes(field)}")
 
 
 def _of_sequences(desc: Desc, kind: str, where: str) -> str | None:
@@ -156,8 +167,7 @@ def refusal(library: Any, status: int, *structs: Struct, on_host: bool = True) -
     if found is not None:
         text = found
     elif kind == Error.DTYPE:
-        allowed = _DTYPES.get(where.rpartition(".")[2], "float32, bfloat16, float16 or float64")
-        text = (f"{value.dtype_name}, " if isinstance(value, Described) else "") + f"must be {allowed}"
+        text = (f"{value.dtype_name}, " if isinstance(value, Described) else "") + f"must be {_dtypes(where)}"
     elif isinstance(value, Described):
         text = f"{value.dtype_name}{list(value.shape)} of strides {list(value.strides)}: {text}"
     elif rule is not None:

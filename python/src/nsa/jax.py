@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array
 
 from . import _abi
-from ._library import FOLDER, checked, is_logarithm, library
+from ._library import FOLDER, check_dtype, checked, is_logarithm, library
 from ._pack import (ARRAYS, PHI, Packer, check_int, cmp_count, desc_struct, first_of, in_pages, key_rows, key_stride,
                     list_heads, list_width, option, options as _options, parse, problem, rope_fields, scored_tokens, slc_count)
 from ._refused import refused
@@ -109,6 +109,7 @@ class _Call:
             for name, x in arrays.items():
                 if x is None:
                     continue
+                check_dtype(name, jnp.dtype(x.dtype).name)
                 fields[name] = (_parameters if name in parameters else _rows)(x)
                 list_.append(x)
                 places.append(base + packer.offsets[name])
