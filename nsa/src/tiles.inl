@@ -593,7 +593,7 @@ NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real 
    on. */
 NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
                                           ptrdiff_t ld_to, nsa_real *to) {
-    int c = 0;
+    int c = 0, most = columns;
 #if NSA__BYTES && !defined(__clang__)
     static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     NSA__I lane;
@@ -620,9 +620,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
             for (int i = 0; i < NSA__L; i++)
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
+    most = NSA__L / 4;
 #endif
-    /* counted down: of c < columns GCC 10 warns that c might pass 2^31, where no column is left */
-    for (int left = columns - c; left > 0; left--, c++)
+    /* what is left is counted too: GCC 10 warns that c might pass 2^31, where no column is left */
+    for (int i = 0; i < most && c < columns; i++, c++)
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
