@@ -619,7 +619,7 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
 typedef struct nsa_rank {
     nsa_tensor scores; /* (B, count, list heads, nsa_slc_count(T)): of the candidates; others are
                           not read */
-    nsa_tensor blocks; /* out: i32, as nsa_select_blocks' */
+    nsa_tensor blocks; /* out: (B, count, list heads, nsa_block_list_width) i32 */
 } nsa_rank;
 
 NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d);

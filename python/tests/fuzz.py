@@ -204,7 +204,7 @@ def filled(p, struct, words, d, dtype, x, backward=False):
         if struct is nsa.Score and field == "k" and x.stride > 1:
             shape = (shape[0], p.rows_of(x.stride), *shape[2:])
         kind_of = np.int32 if field in ("blocks", "positions") else real if field[:3] == "lse" or field == "scores" else dtype
-        output = field in struct._outputs_ and not backward or backward == "dx" and field not in ("out", "lse", "blocks", "positions")
+        output = field in _library.outputs_of(struct, words) and not backward or backward == "dx" and field not in ("out", "lse", "blocks", "positions")
         if backward == "dx" and field in ("blocks", "positions"):
             continue
         if output and struct is nsa.Compress and p.counts is not None:  # rows of earlier steps, which are read too

@@ -689,6 +689,32 @@ class Primitives(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "source: NoneType, must be a Cache"):
             nsa.Cache(Problem().desc).fork(0, None, 0, 0)
 
+    def test_scores_of_lists_that_are_given(self):
+        d = nsa.desc(1, 20, 4, 2, 16, slc_block=4, slc_count=8, slc_init=0, slc_local=1, begins=np.array([2, 22], np.int32))
+        q, k = rows(1, 22, 4, 16), rows(1, 22, 2, 16)
+        lists = np.full((1, 22, 2, 8), -1, np.int32)
+        lists[0, 2:] = [[[j if 4 * j <= t else -1 for j in range(8)]] * 2 for t in range(20)]
+        lists[0, :2] = 77  # of no query
+        lists.flags.writeable = False
+        scores = np.full((1, 22, 2, 8), 7, np.float32)
+        nsa.score_blocks_forward(nsa.Score(q=q, k=k, blocks=lists, scores=scores), d)
+        _, expected = scored_blocks(q[0, 2:], k[0, 2:], None, 20, 1, 4, 8, "linear", "max", "inside", 0, 1)
+        np.testing.assert_allclose(scores[0, 2:, :, :5], expected, atol=1e-5)
+        self.assertTrue((scores[0, 2:, :, 5:] == -np.inf).all() and (scores[0, :2] == -np.inf).all())
+        self.assertTrue((lists[0, :2] == 77).all())
+        for name, more in (("scores", dict(scores=scores[..., :5].copy())), ("blocks", dict(blocks=lists[..., :5]))):
+            with self.subTest(name), self.assertRaisesRegex(nsa.Refused, name + r": shape .*nsa_block_list_width"):
+                nsa.score_blocks_forward(nsa.Score(**{**dict(q=q, k=k, blocks=lists, scores=scores), **more}), d)
+        # Backward: what comes in may be read-only, what is added to may not.
+        dq, dk, dscores = np.zeros_like(q), np.zeros_like(k), np.where(np.isfinite(scores), 1, 0).astype(np.float32)
+        dscores.flags.writeable = False
+        x = nsa.Score(q=q, k=k, blocks=lists)
+        nsa.score_blocks_backward(nsa.Score(q=dq, k=dk, scores=dscores), x, d)
+        self.assertTrue(np.abs(dq[0, 2:]).min() > 0 and not dq[0, :2].any() and np.isfinite(dk).all())
+        dq.flags.writeable = False
+        with self.assertRaisesRegex(nsa.Refused, "q: is read-only"):
+            nsa.score_blocks_backward(nsa.Score(q=dq, k=dk, scores=dscores), x, d)
+
     def test_a_stride_that_does_not_fit_is_named(self):
         p = Problem()
         lists = np.zeros((p.B, p.T, p.Hk, 3), np.int32)

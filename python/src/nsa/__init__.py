@@ -222,7 +222,7 @@ class Cache:
         rows.first, rows.count, rows.tokens, rows.begins = 0, count, count, None
         views = views_of([x])
         check_shapes(views, rows, ())
-        check_writable([view for view in views if view[3] not in ("k_cmp.out", "v_cmp.out")], False)
+        check_writable([view for view in views if view[3] not in ("k_cmp.out", "v_cmp.out")], ("decode",))
         if library_for(views) is not self._lib:
             raise refused("DTYPE", "x", "arrays of float64 go with a cache of float64, and no others do")
         each = None if counts is None else integers_in(counts, "counts", self.desc.batch)

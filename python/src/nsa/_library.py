@@ -253,7 +253,7 @@ def extents(desc: Desc, of_queries: bool) -> dict[str, int]:
     return {"B": batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
             "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
             "gate_heads": desc.gate_heads, "list heads": desc.list_heads or desc.kv_heads,
-            "nsa_slc_count(T)": -(-desc.tokens // block),
+            "nsa_slc_count(T)": -(-desc.tokens // block), "N(T)": _cmp_count(desc, stride, desc.tokens),
             "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
 
 
@@ -261,9 +261,20 @@ def _cmp_count(desc: Desc, stride: int, tokens: int) -> int:
     return max(0, (tokens - desc.cmp_block) // stride + 1) if tokens >= desc.cmp_block else 0
 
 
+#: Functions that read the lists which others of their struct write, and have scores of these blocks alone.
+_OF_LISTS = {("score", "blocks", "forward"), ("score", "blocks", "backward")}
+
+
+def outputs_of(struct: Any, words: tuple[str, ...]) -> set[str]:
+    """The fields that a forward function writes, whose name is of these words."""
+    return set(struct._outputs_) - ({"blocks"} if words[:3] in _OF_LISTS else set())
+
+
 @functools.lru_cache(None)
 def shape_for(struct: type[Struct], field: str, words: tuple[str, ...]) -> tuple[str, ...] | None:
     """The shape that the header gives for the first of these words, or for none."""
+    if field == "scores" and words[:3] in _OF_LISTS:
+        field = "blocks"
     shapes = struct._shapes_.get(field, {})
     return next((shapes[word] for word in (*words, "") if word in shapes), None)
 
@@ -324,12 +335,12 @@ def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:
     return product
 
 
-def check_writable(views: Views, backward: bool) -> None:
+def check_writable(views: Views, words: tuple[str, ...]) -> None:
     """Outputs of a forward; gradients of a backward: its first struct, but for those that come in."""
     for i, path, struct, field, array in views:
         if not array.readonly:
             continue
-        if (i == 0 and field not in ("out", "lse")) if backward else field in struct._outputs_:
+        if (i == 0 and field not in ("out", "lse", "scores")) if words[-1] == "backward" else field in outputs_of(struct, words):
             raise refused("NULL", path, "is read-only, and would be written")
 
 
@@ -410,8 +421,9 @@ def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = No
     lib = library_for(views)
     d = checked(lib, desc, name)  # first, because what follows is computed from it
     backward = name.endswith("_backward")
-    check_shapes(views, desc, tuple(name.split("_")))
-    check_writable(views, backward)
+    words = tuple(name.removeprefix("nsa_").split("_"))
+    check_shapes(views, desc, words)
+    check_writable(views, words)
     has_computed()
     arguments: list[Any] = [ctypes.byref(x) for x in structs] + [d]
     size = getattr(lib, name + "_workspace_size", None)
@@ -425,15 +437,15 @@ def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = No
             arguments += list(given)
     lib.check(getattr(lib, name)(*arguments), *structs, desc)
     if desc.begins and not backward:
-        _clear(lib, views, desc, tuple(name.split("_")))
+        _clear(lib, views, desc, words)
 
 
 def _clear(lib: Library, views: Views, desc: Desc, words: tuple[str, ...]) -> None:
     """Rows of packed sequences that are no query's: 0, lse and scores -inf, lists -1."""
-    read = {array.address for *_, struct, field, array in views if field not in struct._outputs_}
+    read = {array.address for *_, struct, field, array in views if field not in outputs_of(struct, words)}
     for *_, struct, field, array in views:
         shape = shape_for(type(struct), field, words)
-        if field in struct._outputs_ and shape and "count" in shape and array.address not in read:
+        if field in outputs_of(struct, words) and shape and "count" in shape and array.address not in read:
             heads, width = (*array.shape[2:], 1)[:2]
             lib.clear(ctypes.byref(desc), ctypes.byref(getattr(struct, field)), array.shape[1], heads, width,
                       is_logarithm(field))
