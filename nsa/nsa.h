@@ -9996,14 +9996,12 @@ NSA__COMPILED static void nsa__listed_gradient(const nsa__listed *f, nsa_real ds
 }
 
 /* The first entry that is `block` or more; -1 stands behind all, as the largest number. */
-static int nsa__listed_find(const int32_t *list, int width, int block) {
+static int nsa__listed_find(const int32_t *list, int n, int block) {
     int low = 0;
-    for (int high = width; low < high;) {
-        const int middle = low + (high - low) / 2;
-        if ((uint32_t)list[middle] < (uint32_t)block)
-            low = middle + 1;
-        else
-            high = middle;
+    for (int half = n / 2; n > 0; half = n / 2) {
+        const int before = (uint32_t)list[low + half] < (uint32_t)block;
+        low += before ? half + 1 : 0;
+        n = before ? n - half - 1 : half;
     }
     return low;
 }
@@ -10094,20 +10092,11 @@ static nsa_status nsa__listed_check(const nsa_score *dx, const nsa_score *x, con
                                NSA__AT_weights);
 }
 
-static size_t nsa__listed_scratch(const nsa__listed *f) {
-    nsa__listed counts = *f;
+/* Scratch of a thread. */
+static size_t nsa__listed_scratch(nsa__listed f) {
     nsa__arena scratch = {NULL, 0};
-    nsa__listed_alloc(&counts, &scratch);
+    nsa__listed_alloc(&f, &scratch);
     return scratch.used;
-}
-
-/* Sized for keys of one token, which need most. */
-static size_t nsa__listed_bytes(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    if (nsa_desc_check(d) != NSA_OK) return 0;
-    const nsa__listed f = nsa__listed_of(NULL, NULL, d);
-    return nsa__workspace_bytes(d, 0, nsa__listed_scratch(&f));
 }
 
 static nsa_status nsa__listed_run(const nsa_score *dx, const nsa_score *x, const nsa_desc *d,
@@ -10123,7 +10112,7 @@ static nsa_status nsa__listed_run(const nsa_score *dx, const nsa_score *x, const
     if (backward) NSA__CHECK(nsa__check_backward(d, 0));
     NSA__CHECK(nsa__listed_check(dx, x, d));
     nsa__listed f = nsa__listed_of(dx, x, d);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__listed_scratch(&f)));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__listed_scratch(f)));
     for (f.seq = nsa__seq_begin(d); f.seq.nth < d->batch; nsa__seq_next(d, &f.seq)) {
         const int64_t keys = nsa_cmp_count(d, f.seq.tokens), queries = f.seq.count;
         const int of_keys = dx && dx->k.data, of_queries = !dx || dx->q.data || dx->weights.data;
@@ -10134,15 +10123,19 @@ static nsa_status nsa__listed_run(const nsa_score *dx, const nsa_score *x, const
     return NSA_OK;
 }
 
+/* Sized for keys of one token, which need most. */
 NSA_API size_t nsa_score_blocks_forward_workspace_size(const nsa_desc *d) {
-    return nsa__listed_bytes(d);
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    return nsa__workspace_bytes(d, 0, nsa__listed_scratch(nsa__listed_of(NULL, NULL, d)));
 }
 NSA_API nsa_status nsa_score_blocks_forward(const nsa_score *x, const nsa_desc *d, void *workspace,
                                             size_t bytes) {
     return nsa__listed_run(NULL, x, d, 0, workspace, bytes);
 }
 NSA_API size_t nsa_score_blocks_backward_workspace_size(const nsa_desc *d) {
-    return d && d->pages ? 0 : nsa__listed_bytes(d);
+    return d && d->pages ? 0 : nsa_score_blocks_forward_workspace_size(d);
 }
 NSA_API nsa_status nsa_score_blocks_backward(const nsa_score *dx, const nsa_score *x,
                                              const nsa_desc *d, void *workspace, size_t bytes) {

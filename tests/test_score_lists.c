@@ -230,6 +230,68 @@ static void test_own_lists(const list_case *c) {
     guards_free();
 }
 
+/* Numbers that a device finds. */
+static nsa_real *reals(size_t n, uint64_t seed) {
+    guarded *g = guarded_new("numbers", n * sizeof(nsa_real), sizeof(nsa_real) * 4);
+    guarded_open(g, g->data, g->bytes);
+    for (size_t i = 0; i < n; i++)
+        ((nsa_real *)(void *)g->data)[i] = seed ? (nsa_real)check_normal(seed, i) : 0;
+    return (nsa_real *)(void *)g->data;
+}
+
+/* Sequences at positions of their own: two, 5 queries from the 9th on and 7 from the 20th on of 32
+   keys, have the bits of each alone. */
+static void test_positions(void) {
+    enum { T = 32, H = 4, HK = 2, D = 16, BLOCK = 4, WIDTH = 3, ROWS = 12 };
+    static const int32_t firsts[] = {9, 20}, counts[] = {5, 7};
+    nsa_real *q = reals(ROWS * H * D, 1), *k = reals(2 * T * HK * D, 2), *w = reals(ROWS * H, 3);
+    nsa_real *ds = reals(ROWS * HK * WIDTH, 4), *out[2], *dq[2], *dk[2], *dw[2];
+    guarded *g = guarded_new("lists", ROWS * HK * WIDTH * 4, 4);
+    int32_t *lists = (int32_t *)(void *)g->data;
+    guarded_open(g, g->data, g->bytes);
+    for (int i = 0; i < ROWS * HK; i++)
+        for (int e = 0; e < WIDTH; e++) lists[i * WIDTH + e] = e + i % 2 < WIDTH ? e + i % 2 : -1;
+    check_case("lists, positions of their own");
+    for (int way = 0; way < 2; way++) { /* together, each alone */
+        out[way] = reals(ROWS * HK * WIDTH, 0), dq[way] = reals(ROWS * H * D, 0);
+        dk[way] = reals(2 * T * HK * D, 0), dw[way] = reals(ROWS * H, 0);
+        for (int b = 0, row = 0; b < 1 + way; row += counts[b], b++) {
+            nsa_desc d = nsa_desc_default(2 - way, T, H, HK, D);
+            size_t keys = (size_t)(b * T * HK * D);
+            d.cmp_block = d.cmp_stride = 1, d.slc_block = BLOCK, d.slc_count = WIDTH;
+            d.count = 7;
+            if (way)
+                d.first = firsts[b], d.count = counts[b], d.tokens = firsts[b] + counts[b];
+            else
+                d.firsts = firsts, d.counts = counts, d.rows = 9 + 5 + 20 + 7;
+            nsa_score x = {NSA_SCORE_RELU, NSA_POOL_MAX, {0}, {0}, {0}, {0}, {0}, 0}, dx = x;
+            x.q = nsa_tensor_bthd(q + row * H * D, NSA_REAL_DTYPE, ROWS, H, D);
+            x.k = nsa_tensor_bthd(k + keys, NSA_REAL_DTYPE, T, HK, D);
+            x.weights = nsa_tensor_bthd(w + row * H, NSA_REAL_DTYPE, ROWS, H, 1);
+            x.blocks = nsa_tensor_bthd(lists + row * HK * WIDTH, NSA_I32, ROWS, HK, WIDTH);
+            x.scores =
+                nsa_tensor_bthd(out[way] + row * HK * WIDTH, NSA_REAL_DTYPE, ROWS, HK, WIDTH);
+            dx.scores = nsa_tensor_bthd(ds + row * HK * WIDTH, NSA_REAL_DTYPE, ROWS, HK, WIDTH);
+            dx.q = nsa_tensor_bthd(dq[way] + row * H * D, NSA_REAL_DTYPE, ROWS, H, D);
+            dx.k = nsa_tensor_bthd(dk[way] + keys, NSA_REAL_DTYPE, T, HK, D);
+            dx.weights = nsa_tensor_bthd(dw[way] + row * H, NSA_REAL_DTYPE, ROWS, H, 1);
+            size_t bytes = nsa_score_blocks_forward_workspace_size(&d);
+            CHECK_OK("forward",
+                     nsa_score_blocks_forward(&x, &d, workspace_new(bytes, 1)->data, bytes));
+            bytes = nsa_score_blocks_backward_workspace_size(&d);
+            CHECK_OK("backward",
+                     nsa_score_blocks_backward(&dx, &x, &d, workspace_new(bytes, 1)->data, bytes));
+        }
+    }
+    size_t size = sizeof(nsa_real);
+    CHECK_BITS("scores", out[0], out[1], ROWS * HK * WIDTH * size, size);
+    CHECK_BITS("dx.q", dq[0], dq[1], ROWS * H * D * size, size);
+    CHECK_BITS("dx.k", dk[0], dk[1], 2 * T * HK * D * size, size);
+    CHECK_BITS("dx.weights", dw[0], dw[1], ROWS * H * size, size);
+    CHECK(dk[0][T * HK * D] != 0 && dq[0][0] != 0, "nothing was computed");
+    guards_free();
+}
+
 static void test_refused(const suite *s, const nsa_desc *d) {
     static const int32_t table[64] = {0};
     spoiled b;
@@ -280,6 +342,7 @@ int main(int argc, char **argv) {
 #endif
     test_alone(&list_cases[0], dtypes[0]);
     if (!least) test_own_lists(&list_cases[0]);
+    test_positions();
     nsa_desc d = desc_for(&list_cases[0]);
     suite s = suite_of(&list_cases[0], &d);
     s.unused = UNUSED_CMP | UNUSED_FORCED;
