@@ -76,14 +76,16 @@ static void ask_select(const nsa_desc &d) {
     x.k = view(nsa_cmp_count(&d, d.tokens), d.kv_heads, d.dim);
     x.lse = view(d.count, d.heads, 1, NSA_F32);
     x.blocks = lists(d);
+    x.p_cmp = view(d.count, d.list_heads ? d.list_heads : d.kv_heads, nsa_cmp_count(&d, d.tokens),
+                   NSA_F32);
     ASK(select_blocks, &x, &d, ROOM);
     nsa_score y = {};
     y.q = view(d.count, d.heads, d.dim);
     y.k = view(d.tokens, d.kv_heads, d.dim);
     y.blocks = lists(d);
     ASK(score_blocks, &y, &d, ROOM);
-    y.scores = view(d.count, d.list_heads ? d.list_heads : d.kv_heads, nsa_block_list_width(&d),
-                    NSA_F32);
+    y.scores =
+        view(d.count, d.list_heads ? d.list_heads : d.kv_heads, nsa_block_list_width(&d), NSA_F32);
     ASK(score_blocks_forward, &y, &d, ROOM);
     ASK(score_blocks_backward, &y, &y, &d, ROOM);
     nsa_rank z = {};
