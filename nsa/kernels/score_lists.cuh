@@ -231,14 +231,14 @@ NSA__DEVICE void nsa__cuda_listed_queries(nsa__cuda_listed_memory &m,
         m.at[thread] = at;
         __syncthreads();
         for (int n = 0; n < min(keys - base, int{NSA__LISTED_THREADS}); n++)
-            for (int half = 0; half < 2 && m.at[n] >= 0; half++) {
-                const int c = thread + half * NSA__LISTED_THREADS;
+            for (int part = 0; part < 2 && m.at[n] >= 0; part++) {
+                const int c = thread + part * NSA__LISTED_THREADS;
                 if (c >= dim) break;
                 const float k =
                     nsa__load1(params.x.k.dtype, nsa__element_at(params.x.k, m.at[n]), c);
 #pragma unroll
                 for (int g = 0; g < NSA__LISTED_HEADS; g++)
-                    dq[g][half] = fmaf(m.grads[g][n], k, dq[g][half]);
+                    dq[g][part] = fmaf(m.grads[g][n], k, dq[g][part]);
             }
         __syncthreads();
     }
@@ -257,12 +257,12 @@ NSA__DEVICE void nsa__cuda_listed_queries(nsa__cuda_listed_memory &m,
             for (int n = 0; n < NSA__LISTED_THREADS; n++) all += m.grads[g][n];
             nsa__store1(dweights.dtype, row, 0, sum + all);
         }
-        for (int half = 0; params.dx.q.data && half < 2; half++) {
-            const int c = thread + half * NSA__LISTED_THREADS;
+        for (int part = 0; params.dx.q.data && part < 2; part++) {
+            const int c = thread + part * NSA__LISTED_THREADS;
             if (c >= dim) break;
             void *row = nsa__row_at(params.dx.q, l.s.batch, l.row, head);
             nsa__store1(params.dx.q.dtype, row, c,
-                        nsa__load1(params.dx.q.dtype, row, c) + dq[g][half]);
+                        nsa__load1(params.dx.q.dtype, row, c) + dq[g][part]);
         }
     }
 }

@@ -496,7 +496,8 @@ static nsa_status nsa__cuda_check_scores(const nsa_tensor *scores, const nsa_des
 }
 static nsa_status nsa__cuda_check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
     const nsa__shape shape = nsa__cuda_list_shape(d, nsa_cmp_count(d, d->tokens));
-    return p_cmp->data ? nsa__check_view(p_cmp, shape, 1u << NSA_F32, 1, NSA__AT_p_cmp) : NSA_OK;
+    if (!p_cmp->data || !shape.width) return NSA_OK;
+    return nsa__check_view(p_cmp, shape, 1u << NSA_F32, 1, NSA__AT_p_cmp);
 }
 
 static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,

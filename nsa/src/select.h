@@ -170,8 +170,8 @@ static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d)
 }
 static nsa_status nsa__check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
     nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_cmp_count(d, d->tokens));
-    return p_cmp->data ? nsa__check_view(p_cmp, shape, nsa__real_dtypes(), 1, NSA__AT_p_cmp)
-                       : NSA_OK;
+    if (!p_cmp->data || !shape.width) return NSA_OK; /* no block is to be had */
+    return nsa__check_view(p_cmp, shape, nsa__real_dtypes(), 1, NSA__AT_p_cmp);
 }
 
 static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
