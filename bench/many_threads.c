@@ -88,7 +88,7 @@ static void *note_step(const void *turns, void *place) {
     e->branch = p->branch;
     e->task = at->task;
     e->follows = at->follows;
-    e->bytes = (size_t)(p->cut.tile * (p->wide + p->wide_v)) * sizeof(nsa_real);
+    e->bytes = (size_t)(p->cut.tile * (p->k.wide + p->v.wide)) * sizeof(nsa_real);
     e->left = t->progress[at->task];
     recording.leaving = t->progress + at->task;
     return place;
