@@ -126,7 +126,7 @@ static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_params p
     int64_t readers = 0, parts = 0, slots = 0;
     for (int first = 0; first < blocks; first += 32) {
         const int j = first + static_cast<int>(threadIdx.x);
-        const int n = j < blocks ? sums[j] : 0, n_parts = (n + r.part - 1) / r.part;
+        const int n = j < blocks ? sums[j] : 0, n_parts = n / r.part + (n % r.part > 0);
         const int64_t readers_end = readers + nsa__cuda_inclusive_sum<int64_t>(n);
         const int64_t parts_end = parts + nsa__cuda_inclusive_sum<int64_t>(n_parts);
         const int64_t slots_end =
