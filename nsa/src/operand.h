@@ -6,6 +6,7 @@
    along, a pair is two neighbours of a row; over rows it is one column of two neighbouring rows. */
 #pragma once
 #include "schedule.h"
+#include "tiles.h"
 
 /* Rows of q and k, or of dout and v. */
 typedef struct nsa__operand {

@@ -88,7 +88,7 @@ def main():
     check(status == 0 and "left out" in rows["trainer operations"]["tail"], "a trainer that is not built")
     status, rows, failed = run(work, "--only", "graph,sanitizer")
     check(status == 0 and not failed, f"all pass: {failed}")
-    check(len(rows) == 2 + 15 + 56, f"{len(rows)} steps")
+    check(len(rows) == 2 + 16 + 60, f"{len(rows)} steps")
     check(rows["graph attention"]["tail"] == "attention quick 1\n", "a graph is asked for")
     check(rows["racecheck decode"]["tail"] == "decode short\n", f"{rows['racecheck decode']}")
     print(f"test_run: {len(failures)} failures")
