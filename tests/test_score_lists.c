@@ -279,8 +279,9 @@ static void test_positions(void) {
             CHECK_OK("forward",
                      nsa_score_blocks_forward(&x, &d, workspace_new(bytes, 1)->data, bytes));
             bytes = nsa_score_blocks_backward_workspace_size(&d);
-            CHECK_OK("backward",
-                     nsa_score_blocks_backward(&dx, &x, &d, workspace_new(bytes, 1)->data, bytes));
+            nsa_status status = /* once: it adds */
+                nsa_score_blocks_backward(&dx, &x, &d, workspace_new(bytes, 1)->data, bytes);
+            CHECK_OK("backward", status);
         }
     }
     size_t size = sizeof(nsa_real);
@@ -289,6 +290,46 @@ static void test_positions(void) {
     CHECK_BITS("dx.k", dk[0], dk[1], 2 * T * HK * D * size, size);
     CHECK_BITS("dx.weights", dw[0], dw[1], ROWS * H * size, size);
     CHECK(dk[0][T * HK * D] != 0 && dq[0][0] != 0, "nothing was computed");
+    guards_free();
+}
+
+/* Of equal keys the first of a block has its gradient; one that is not finite is NaN for all that
+   the block read. Two blocks of four keys, one query behind them. */
+static void test_equal_keys(double dscore) {
+    enum { T = 8, D = 16, BLOCK = 4 };
+    nsa_real *q = reals(D, 1), *k = reals(T * D, 0), *dq = reals(D, 0), *dk = reals(T * D, 0);
+    nsa_real *ds = reals(2, 0);
+    guarded *g = guarded_new("lists", 2 * 4, 4);
+    int32_t *lists = (int32_t *)(void *)g->data;
+    guarded_open(g, g->data, g->bytes);
+    for (int i = 0; i < T * D; i++) k[i] = q[i % D];
+    lists[0] = 0, lists[1] = 1;
+    ds[0] = (nsa_real)dscore, ds[1] = 1;
+    check_case("lists, equal keys, a gradient of %g", dscore);
+    nsa_desc d = nsa_desc_default(1, T, 1, 1, D);
+    d.first = T - 1, d.count = 1;
+    d.cmp_block = d.cmp_stride = 1, d.slc_block = BLOCK, d.slc_count = 2;
+    nsa_score x = {NSA_SCORE_LINEAR, NSA_POOL_MAX, {0}, {0}, {0}, {0}, {0}, 0}, dx = x;
+    x.q = nsa_tensor_bthd(q, NSA_REAL_DTYPE, 1, 1, D);
+    x.k = nsa_tensor_bthd(k, NSA_REAL_DTYPE, T, 1, D);
+    x.blocks = nsa_tensor_bthd(lists, NSA_I32, 1, 1, 2);
+    dx.scores = nsa_tensor_bthd(ds, NSA_REAL_DTYPE, 1, 1, 2);
+    dx.q = nsa_tensor_bthd(dq, NSA_REAL_DTYPE, 1, 1, D);
+    dx.k = nsa_tensor_bthd(dk, NSA_REAL_DTYPE, T, 1, D);
+    size_t bytes = nsa_score_blocks_backward_workspace_size(&d);
+    nsa_status status =
+        nsa_score_blocks_backward(&dx, &x, &d, workspace_new(bytes, 1)->data, bytes);
+    CHECK_OK("backward", status);
+    const int bad = !isfinite(dscore);
+    CHECK(!isnan(dq[0]) == !bad, "dq is %g", (double)dq[0]);
+    for (int key = 0; key < T; key++) {
+        const double got = (double)dk[key * D];
+        if (bad && key < BLOCK)
+            CHECK(isnan(got), "dk of key %d is %g, wanted NaN", key, got);
+        else
+            CHECK(got == (key % BLOCK ? 0 : (double)q[0] * (double)ds[key / BLOCK]),
+                  "dk of key %d is %g", key, got);
+    }
     guards_free();
 }
 
@@ -343,6 +384,7 @@ int main(int argc, char **argv) {
     test_alone(&list_cases[0], dtypes[0]);
     if (!least) test_own_lists(&list_cases[0]);
     test_positions();
+    test_equal_keys(2), test_equal_keys(INFINITY);
     nsa_desc d = desc_for(&list_cases[0]);
     suite s = suite_of(&list_cases[0], &d);
     s.unused = UNUSED_CMP | UNUSED_FORCED;

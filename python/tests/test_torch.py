@@ -258,6 +258,39 @@ class Gradients(unittest.TestCase):
             self.assertTrue(torch.equal(late[0], lists[:, 30:]))
             self.assertTrue(torch.equal(late[1], scores[:, 30:]))
 
+    def test_scores_of_lists_have_gradients(self):
+        for stride, act, pool, weighs, forced, init, local in SCORED:
+            q, k = rows(B, T, H, D), rows(B, T // stride, HK, D)
+            w = rows(B, T, H) if weighs else None
+            how = dict(stride=stride, act=act, pool=pool, slc_block=16, slc_count=2)
+            taken = dict(how, forced=forced, slc_init=init, slc_local=local)
+            if forced == "inside" and init + local > 2 or forced == "tail" and local > 1:
+                continue
+            with torch.no_grad():
+                lists, all_scores = nt.score_blocks(q, k, w, scores=True, **taken)
+            scores = nt.score_lists(q, k, lists, w, **taken)
+            value = torch.einsum("bthgd,bshd->bthgs", q.view(B, T, HK, H // HK, D), k)
+            value = value.relu() if act == "relu" else value
+            value = (value if w is None else value * w.view(B, T, HK, H // HK, 1)).sum(3)
+            seen = (torch.arange(value.shape[-1], device=DEVICE) + 1) * stride - 1 <= torch.arange(T, device=DEVICE)[:, None]
+            of_block = torch.arange(value.shape[-1], device=DEVICE) * stride // 16
+            expected = []
+            for entry in range(lists.shape[-1]):
+                there = (of_block == lists[..., entry, None]) & seen[None, :, None]
+                best = value.masked_fill(~there, -math.inf).amax(-1)
+                mean = (value * there).sum(-1) / there.sum(-1).clamp(min=1)
+                expected.append(torch.where(there.any(-1), best if pool == "max" else mean, -math.inf))
+            expected = torch.stack(expected, -1)
+            incoming = torch.randn_like(scores)
+            inputs = [x for x in (q, k, w) if x is not None]
+            with self.subTest(stride=stride, act=act, pool=pool, forced=forced):
+                torch.testing.assert_close(scores, expected)
+                found, plain = (torch.autograd.grad((x.masked_fill(expected == -math.inf, 0) * incoming).sum(), inputs)
+                                for x in (scores, expected))
+                torch.testing.assert_close(found, plain)
+        with self.assertRaisesRegex(nsa.Refused, "blocks: shape .*must be"):
+            nt.score_lists(q, k, lists[..., :-1], w, **taken)
+
     def test_packed_keys_that_stand_for_several_tokens(self):
         begins, lengths = int32(0, 21, 21, 52), (21, 0, 31)
         q, k = rows(1, 52, H, D, grad=False), rows(1, 52, HK, D, grad=False)

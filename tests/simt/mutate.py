@@ -53,16 +53,16 @@ MODES.update({f"sm_{number}": (PLAIN[0], {"NSA_SIMT_ARCH": number}, f"NSA_CUDA_M
 NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compress"],
          "gate": ["gate"], "merge": ["merge", "attend_branches"],
          "select_blocks": ["select_blocks", "select_lists"], "rank_queries": ["select_lists"],
-         "score_blocks": ["score_blocks"],
+         "score_blocks": ["score_blocks"], "score_lists": ["score_lists"],
          "attend_cmp": ["attend_branches"], "attend_slc": ["attend_branches"], "attend_win": ["attend_branches"],
          "attend_dense": ["attend_branches"], "attention": ["load"], "decode": ["load"],
-         "pages": ["rope", "merge", "score_blocks", "load"],
-         "launches": ["rope", "merge", "score_blocks", "load"]}
+         "pages": ["rope", "merge", "score_lists", "load"],
+         "launches": ["rope", "merge", "score_lists", "load"]}
 # A test's tables, the smallest first; the checker runs one alone, as in CI.
 TABLES = {test: ["little", "broad"] for test in NEEDS}
 TABLES.update(block_index=["quick"], decode=["short", "1"], launches=["little"])
 CHECKED = {test: tables[0] for test, tables in TABLES.items()}
-CHECKED.update(dict.fromkeys(["attend_slc", "select_blocks", "rank_queries"], "least"))
+CHECKED.update(dict.fromkeys(["attend_slc", "select_blocks", "rank_queries", "score_lists"], "least"))
 NO_FAULT = 0
 COMPILER = (["ccache"] if shutil.which("ccache") else []) + ["g++", "-std=c++17"]
 HOST = COMPILER[:-2] + ["gcc", "-std=gnu99"]

@@ -37,7 +37,7 @@ Tensor = _torch.Tensor
 
 __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
            "compress", "cuda_library", "gate", "merge", "rank_queries", "release_memory", "rope", "score_blocks",
-           "select_blocks"]
+           "score_lists", "select_blocks"]
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,
@@ -136,6 +136,18 @@ def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: st
     tokens = _scored_tokens(text, stride, _o.integer("longest", longest), first, q, k, arrays)
     first = _first_of(first, q.shape, tokens, arrays)
     return _selected(_o.score_blocks(q, k, weights, *arrays, tokens, first, act, pool, stride, scores, text), scores)
+
+
+def score_lists(q: Tensor, k: Tensor, blocks: Tensor, weights: Tensor | None = None, *, act: str = "linear",
+                pool: str = "max", stride: int = 1, begins: Tensor | None = None, longest: int = 0,
+                first: int | None = None, firsts: Tensor | None = None, counts: Tensor | None = None,
+                pages: Tensor | None = None, **options: Any) -> Tensor:
+    """The scores of score_blocks for blocks that are given, (B, T, Hk, n): what trains a scorer. -inf where an entry is -1
+    or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
+    text, arrays, stride = _options(**options), (begins, firsts, counts, pages), _o.check_int("stride", stride)
+    tokens = _scored_tokens(text, stride, _o.integer("longest", longest), first, q, k, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
+    return _o.score_lists(q, k, weights, blocks, *arrays, tokens, first, act, pool, stride, text)
 
 
 def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int | None = None,

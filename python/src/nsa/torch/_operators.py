@@ -704,6 +704,59 @@ score_blocks = _define("score_blocks", f"(Tensor q, Tensor k, Tensor? weights, {
                        _score_structs, autocast=())
 
 
+# ---- Scores of given lists ----------------------------------------------------------------------
+
+_LISTED = ("q", "k", "weights")
+
+
+def _listed_rooms(q, k, weights, blocks, *_):
+    return [Room(tuple(blocks.shape), _real(q), rest=-math.inf)]
+
+
+def _listed(scores, q, k, weights, blocks, *rest):
+    """The struct with these scores, and the descriptor."""
+    *arrays, tokens, first, act, pool, stride, options = rest
+    if weights is not None:
+        _expect("weights", weights, *q.shape[:3])
+    _expect("blocks", blocks, *_lists(q, k.shape[2], options).shape)
+    kinds = _abi.Score(act=act, pool=pool)
+    x = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,), q=rows(q), k=rows(k), weights=rows(weights),
+             blocks=rows(blocks), scores=rows(scores))
+    return (_SCORE, x), _attend_desc("score", q, k, k, None, arrays, tokens, first, options, stride)
+
+
+def _listed_setup(ctx, inputs, output):
+    ctx.rest = inputs[8:]
+    ctx.save_for_backward(*inputs[:8])
+
+
+def _listed_backward_structs(arguments, returned):
+    dscores, *inputs, mask = arguments
+    gradient = {name: rows(g) for name, g in _named(_LISTED, mask, returned).items()}
+    return ((_SCORE, dict(gradient, scores=rows(dscores))), *_listed(dscores, *inputs))
+
+
+_LISTED_SCHEMA = (f"Tensor q, Tensor k, Tensor? weights, Tensor blocks, {_ROWS}, SymInt tokens, SymInt first, str act, str pool, "
+                  "int stride, str options")
+
+score_lists_backward = _define("score_lists_backward", f"(Tensor dscores, {_LISTED_SCHEMA}, int mask) -> Tensor[]",
+                               lambda dscores, *a: _gradients(a[:3], a[-1]), _listed_backward_structs,
+                               of="score_blocks_backward")
+
+
+def _listed_gradient(ctx, dscores):
+    mask = _mask(ctx, 3)
+    found = score_lists_backward(dscores, *ctx.saved_tensors, *ctx.rest, mask)
+    return (*_in_places(found, mask, 3), *[None] * 11)
+
+
+score_lists = _define("score_lists", f"({_LISTED_SCHEMA}) -> Tensor", _listed_rooms,
+                      lambda arguments, returned: _listed(returned[0], *arguments), _listed_setup, _listed_gradient,
+                      autocast=(), of="score_blocks_forward")
+
+
+# ---- Ranking ------------------------------------------------------------------------------------
+
 def _rank_rooms(scores, *rest):
     return [Room((*scores.shape[:3], list_width(rest[-1])), torch.int32, rest=-1.0)]
 
