@@ -73,7 +73,7 @@ static void sgemm(int n, const float *a, const float *b, float *c, int threads) 
             for (int p = 0; p < 256; p++)
                 memcpy(panel + p * 64, b + (ptrdiff_t)(k + p) * n + j, 64 * sizeof *panel);
             const nsa__matrix left = {a + k, n, 1, NULL}, right = {panel, 64, 1, NULL};
-            const nsa__result sum = {c + j, n, NULL, k > 0, NULL};
+            const nsa__result sum = nsa__result_at(c + j, n, k > 0);
             tiles->gemm(n, 64, 256, &left, &right, &sum);
         }
     }

@@ -2664,17 +2664,6 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
-/* Memory that is needed soon, in pieces of NSA__ASKED bytes. A product asks for one line of it in
-   each step over k: memory answers while the units multiply. More lines at once would hold up the
-   product's own loads. */
-typedef struct nsa__asks {
-    const char **at;
-    int next, count; /* the first one that has not been asked for, and how many there are */
-    int64_t room;    /* what comes behind so many is not asked for */
-} nsa__asks;
-
-enum { NSA__ASKED = 4 * NSA__ALIGN };
-
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
@@ -2683,8 +2672,13 @@ typedef struct nsa__result {
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
-    nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
+
+/* All rows in order, without a factor. */
+static nsa__result nsa__result_at(nsa_real *data, ptrdiff_t row, int add) {
+    const nsa__result result = {data, row, NULL, add, NULL};
+    return result;
+}
 
 /* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
 typedef struct nsa__scored {
@@ -3012,11 +3006,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
    begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. With
-   `asks` there is something to ask for. */
+   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor, int asks) {
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -3033,11 +3026,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
-    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
-    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -3051,7 +3040,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
-    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 /* Some columns of c: m rows in pieces of NSA__ROWS. The last two share what is left, because a
@@ -3063,18 +3051,14 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
-                         c.asks->next < c.asks->count;
-        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
-        if (rows == NSA__ROWS && !asks)
-            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -3697,7 +3681,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor, int asks) {
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -3714,11 +3698,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
-    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
-    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -3732,7 +3712,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
-    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
@@ -3741,18 +3720,14 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
-                         c.asks->next < c.asks->count;
-        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
-        if (rows == NSA__ROWS && !asks)
-            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -4344,7 +4319,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor, int asks) {
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -4361,11 +4336,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
-    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
-    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -4379,7 +4350,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
-    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
@@ -4388,18 +4358,14 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
-                         c.asks->next < c.asks->count;
-        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
-        if (rows == NSA__ROWS && !asks)
-            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -4985,7 +4951,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor, int asks) {
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -5002,11 +4968,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
-    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
-    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -5020,7 +4982,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
-    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
@@ -5029,18 +4990,14 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
-                         c.asks->next < c.asks->count;
-        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
-        if (rows == NSA__ROWS && !asks)
-            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -5652,7 +5609,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor, int asks) {
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -5669,11 +5626,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
-    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
-    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -5687,7 +5640,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
-    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
@@ -5696,18 +5648,14 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
-                         c.asks->next < c.asks->count;
-        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
-        if (rows == NSA__ROWS && !asks)
-            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -6455,7 +6403,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL};
+        const nsa__result h = nsa__result_at(f->h, hidden, 1);
         p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
     }
 }
@@ -6474,7 +6422,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratc
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
-    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL};
+    const nsa__result out = nsa__result_at(f.out, dim, 1);
     p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
@@ -6499,7 +6447,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
-    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL};
+    const nsa__result dact = nsa__result_at(dh, hidden, 0);
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
@@ -6526,7 +6474,7 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t nth, void 
         const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
         const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
         nsa_real *first = sum + (from * stride + j - begin) * dim;
-        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL};
+        const nsa__result dx = nsa__result_at(first, (ptrdiff_t)stride * dim, 1);
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
@@ -6548,7 +6496,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL};
+            const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
@@ -6559,7 +6507,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL};
+        const nsa__result dw2 = nsa__result_at(p->dw2, hidden, 1);
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -6678,7 +6626,7 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL};
+    const nsa__result dpos = nsa__result_at(p->dpos, nsa__flat(p), 1);
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
@@ -7101,9 +7049,7 @@ enum {
     /* the same of keys that are packed; part of NSA__SHARE_NUMBERS' measurement */
     NSA__PACKED_AHEAD = 32,
     /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
-    NSA__LISTS_AHEAD = 32,
-    /* bytes that a last-level cache does not keep; Zen 5: slc's backward, 8k 1.02 to 1.04 */
-    NSA__FAR = 16 << 20
+    NSA__LISTS_AHEAD = 32
 };
 
 typedef struct nsa__schedule {
@@ -7736,9 +7682,9 @@ static nsa__scored nsa__batch_scored(const nsa__attend_plan *p, const nsa__batch
 }
 
 /* ---- Attention: prefetching ---------------------------------------------------------------------
-   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h), when a
-   product asks (tiles.inl). Rows of one head are a row of all heads apart, which is further than
-   the hardware prefetches; packed keys of a long sequence are more than the caches hold. */
+   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h).
+   Rows of one head are a row of all heads apart, which is further than the hardware prefetches. Who
+   goes through such rows takes them from a walker, which prefetches the row that comes later. */
 
 /* Row r of a task's queries in x. */
 static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
@@ -7748,20 +7694,22 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                     job->head * p->group + r % p->group);
 }
 
-/* Prefetches the row of x that comes NSA__ROWS_AHEAD behind row r of a task's queries. */
-static void nsa__fetch_query(const nsa__head_job *job, const nsa__tile_iter *it,
-                             const nsa_tensor *x, int width, int r) {
+/* The same of each r in turn; the row NSA__ROWS_AHEAD behind it is prefetched. */
+static void *nsa__walk_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                               const nsa_tensor *x, int width, int r) {
     const int later = r + NSA__ROWS_AHEAD;
     if (later < it->queries * job->plan->group)
         nsa__fetch(nsa__query_row(job, it, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+    return nsa__query_row(job, it, x, r);
 }
 
-/* The same behind row `key` of x, of keys up to end - 1. */
-static void nsa__fetch_key(const nsa__head_job *job, const nsa_tensor *x, int width, int key,
-                           int end) {
+/* The row of x of each key up to end - 1 in turn. */
+static void *nsa__walk_keys(const nsa__head_job *job, const nsa_tensor *x, int width, int key,
+                            int end) {
     const int later = key + NSA__ROWS_AHEAD;
     if (later < end)
         nsa__fetch(nsa__key(job, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+    return nsa__key(job, x, key);
 }
 
 /* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
@@ -7784,44 +7732,21 @@ static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__
     return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
 }
 
-/* Before row r of a tile of k or v is packed, asks for the row that is packed cut.pack_ahead later:
-   of the same, or behind k's last one of v. Negative r ask for the first rows. */
-static void nsa__pack_ask(const nsa__head_job *job, const nsa__operand *o, int tile_begin, int r) {
+/* Each row r in turn of a tile of k or v that is packed, NULL behind the last key. The row that is
+   packed cut.pack_ahead later is prefetched: of the same, or behind k's last one of v. Negative r,
+   which have no row, prefetch the first ones. */
+static const void *nsa__walk_packed(const nsa__head_job *job, const nsa__operand *o, int tile_begin,
+                                    int r) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *x = nsa__operand_view(job, o);
     const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
     const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    if (later && (o == &p->v || !(job->v || job->v_t))) return;
-    if (later) o = &p->v;
-    if (key >= job->keys) return;
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    nsa__fetch(nsa__key(job, x, (int)key), (size_t)o->width * nsa__dtype_bytes(x->dtype));
-}
-
-/* Pieces that so many numbers take. */
-static int nsa__asks_of(int64_t numbers) {
-    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
-}
-
-/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
-   tile's rows of k and v. */
-static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
-    asks->room = rows * (nsa__asks_of(p->k.wide) + nsa__asks_of(p->v.wide));
-    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
-}
-
-/* Notes numbers from x on as needed soon. */
-static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
-    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
-    for (int i = 0; i < most; i++)
-        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
-}
-
-/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
-static int nsa__keys_are_far(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t numbers = 3 * (int64_t)p->k.wide + 2 * (int64_t)p->v.wide; /* of a key */
-    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
+    const nsa__operand *next = later ? &p->v : o;
+    if (key < job->keys && (!later || (o == &p->k && (job->v || job->v_t)))) {
+        const nsa_tensor *y = nsa__operand_view(job, next);
+        nsa__fetch(nsa__key(job, y, (int)key), (size_t)next->width * nsa__dtype_bytes(y->dtype));
+    }
+    return r >= 0 && r < job->keys - tile_begin ? nsa__key(job, x, tile_begin + r) : NULL;
 }
 
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
@@ -7864,15 +7789,15 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
                                   nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = nsa__operand_view(job, o);
-    const int width = o->width, wide = o->wide, n = job->keys - begin;
+    const int width = o->width, wide = o->wide;
     nsa_real *to = rows ? rows : some;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
-            nsa__pack_ask(job, o, begin, r);
-            const int held = r < n ? width : 0;
-            if (held) nsa__load(row, x->dtype, nsa__key(job, x, begin + r), width);
+            const void *from = nsa__walk_packed(job, o, begin, r);
+            const int held = from ? width : 0;
+            if (from) nsa__load(row, x->dtype, from, width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
@@ -7903,14 +7828,14 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
                                 nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, wide = o->wide, n = job->keys - begin;
+    const int tile = job->plan->cut.tile, wide = o->wide;
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = some + (r & 1) * wide / 2;
-        nsa__pack_ask(job, o, begin, r);
-        if (r >= n)
+        const void *from = nsa__walk_packed(job, o, begin, r);
+        if (!from)
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x->dtype, nsa__key(job, x, begin + r)))
+        else if (!nsa__copy_operand(o, to, x->dtype, from))
             nonfinite |= (uint64_t)1 << r;
         if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, some, some + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
@@ -7945,7 +7870,7 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__operand *k = &p->k, *v = &p->v;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, k, (int)key, r);
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__walk_packed(job, k, (int)key, r);
     uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
                                    job->k_t + key * k->depth, scratch);
     if (job->v || job->v_t)
@@ -8060,8 +7985,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
                                keys->rows ? keys->rows + i : NULL};
-        const nsa__result s_t = {
-            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
+        const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         nsa__product_along(&p->k, some, columns, &k, &q_t, &s_t);
@@ -8193,8 +8117,7 @@ static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it
               in_place = nsa__rows_of_reals(x, width);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__query_row(job, it, x, r);
-        nsa__fetch_query(job, it, x, width, r);
+        const void *from = nsa__walk_queries(job, it, x, width, r);
         if (!in_place) {
             nsa__load(row, x->dtype, from, width);
             memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
@@ -8209,8 +8132,8 @@ static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, 
                             const nsa__operand *o, nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
     for (int r = 0; r < rows; r++, to += o->stride) {
-        nsa__fetch_query(job, it, x, o->width, r);
-        if (!nsa__copy_operand(o, to, x->dtype, nsa__query_row(job, it, x, r))) nonfinite[r] = 1;
+        const void *from = nsa__walk_queries(job, it, x, o->width, r);
+        if (!nsa__copy_operand(o, to, x->dtype, from)) nonfinite[r] = 1;
     }
 }
 
@@ -8462,12 +8385,12 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
+    const nsa__result s = nsa__result_at(scores, apart, 0);
     nsa__product_along(k, b->rows, b->end - b->begin, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s + nsa__rows_over(v, cut), tile, 1, NULL};
     const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key + cut), v->wide, 1, NULL};
-    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink, NULL};
+    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
     nsa__product_over(v, b->rows, b->last - b->first, &weights, &values, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
@@ -8481,7 +8404,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, apart, scores);
     nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink, NULL};
+    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
     nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
@@ -8493,7 +8416,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
                              nsa_real lse) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
-    void *row = nsa__query_row(job, &f->iter, out, r);
+    void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
     int in_place = nsa__rows_of_reals(out, p->d->dim_v);
     nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
     p->tiles->scale(p->v.wide, over, sums, to);
@@ -8508,12 +8431,11 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
 
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int rows = f->iter.queries * p->group, dim_v = p->d->dim_v;
+    int rows = f->iter.queries * p->group;
     nsa_real over[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
         int i = r % NSA__LANES;
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        nsa__fetch_query(job, &f->iter, &p->x->out, dim_v, r);
         nsa__forward_row(f, job, r, over[i], lse[i]);
     }
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
@@ -8679,9 +8601,7 @@ typedef struct nsa__backward {
     uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
     int32_t held_tile[NSA__HELD];
     int held, oldest;
-    nsa__asks asks; /* of the batch at hand */
-    int asked;      /* slc: of iter.list, how many readers' rows have been noted */
-    int add;        /* the tile's share has been begun */
+    int add; /* the tile's share has been begun */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -8700,7 +8620,6 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->k.wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->v.wide);
-    nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
@@ -8745,8 +8664,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    nsa__fetch_query(job, it, of_out, dim_v, r);
-    const void *row = nsa__query_row(job, it, of_out, r);
+    const void *row = nsa__walk_queries(job, it, of_out, dim_v, r);
     const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
         nsa__load(out, of_out->dtype, row, dim_v);
@@ -8766,7 +8684,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     const nsa__attend_plan *p = job->plan;
     const nsa__attend_options *options = &p->options;
     nsa__tile_iter_begin(&f->iter, job, task);
-    f->held = f->oldest = f->asked = 0;
+    f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -8833,7 +8751,7 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
     const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
     if (job->dv) {
         const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        const nsa__result dv = {f->dv + share * v->wide, v->wide, NULL, f->add, NULL, &f->asks};
+        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, f->add);
         nsa__backward_round(f, p, b, f->p, NULL);
         const nsa__matrix dout = nsa__backward_rows(f, v, b, f->dout);
         nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
@@ -8841,7 +8759,7 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
     if (job->dk || p->dx->q.data) nsa__backward_round(f, p, b, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__result dk = {f->dk + share * k->wide, k->wide, NULL, f->add, NULL, &f->asks};
+        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, f->add);
         const nsa__matrix q = nsa__backward_rows(f, k, b, f->q);
         nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
@@ -8849,7 +8767,7 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
         const nsa__packed *by_row = k->pairs ? f->ds_rows : f->ds;
         const nsa__matrix ds = {by_row + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
         const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
-        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL, &f->asks};
+        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
         nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
     }
 }
@@ -8863,8 +8781,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__matrix q = {f->q, k->stride, 1, b->row}, dout = {f->dout, v->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, v, job->v_t, b->key), tile, 1, NULL};
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, &f->asks},
-                      dp = {f->ds, ld, NULL, 0, NULL, &f->asks};
+    const nsa__result s = nsa__result_at(f->p, ld, 0), dp = nsa__result_at(f->ds, ld, 0);
     nsa__product_along(k, x.rows, x.n, &q, &k_t, &s);
     nsa__product_along(v, x.rows, x.n, &dout, &v_t, &dp);
     p->tiles->gradient(&x, ld, f->lse, f->delta, f->p, f->ds);
@@ -8879,10 +8796,10 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
     for (int r = 0; r < rows; r++) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->k.wide;
-        nsa__fetch_query(job, &f->iter, to, dim, r);
+        void *row = nsa__walk_queries(job, &f->iter, to, dim, r);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->k.scale, dq, dim);
+        nsa__add(to->dtype, row, p->k.scale, dq, dim);
     }
 }
 
@@ -8910,50 +8827,9 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     nsa__write(&place->needs, -1);
 }
 
-/* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
-   yet, keys `from` on of the next tile, and the rows of those who are next in the lists of readers,
-   behind entry `at`. */
-static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
-                                    int64_t some, int at) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__tile_iter *it = &f->iter;
-    const int64_t key = (int64_t)it->tile * p->cut.tile, next = key + p->cut.tile + from;
-    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->cut.batch_queries);
-    if (!from)
-        nsa__ask(&f->asks, nsa__packed_rows(&p->k, job->k, key),
-                 nsa__rows_over(&p->k, p->cut.tile) * p->k.wide);
-    if (it->tile + 1 < it->tile_end) {
-        nsa__ask(&f->asks, job->k_t + next * p->k.depth, some * p->k.depth);
-        nsa__ask(&f->asks, job->v_t + next * p->v.depth, some * p->v.depth);
-    }
-    for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
-        for (int g = 0; g < p->group; g++) {
-            const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
-            nsa__ask(&f->asks, f->q + r * p->k.stride, p->k.depth);
-            nsa__ask(&f->asks, f->dout + r * p->v.stride, p->v.depth);
-        }
-    f->asked = (int)nsa__max(f->asked, end);
-}
-
-/* What the products of queries i .. end - 1 of the tile ask for. `soon`: their part of the sums of
-   dk and dv, to which the share at hand is added next; sums of all tiles are more than L2 holds. */
-static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i, int end,
-                              int soon) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
-    const int64_t from = p->cut.tile * i / queries, some = p->cut.tile * end / queries - from;
-    const int64_t key = tile * p->cut.tile + from;
-    f->asks.next = f->asks.count = 0;
-    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->v.wide, some * p->v.wide);
-    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->k.wide, some * p->k.wide);
-    if (p->is.lists && nsa__keys_are_far(job))
-        nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
-}
-
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
-   tile before this one. */
-static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
+   may add it. A batch of the whole tile need not add to zeros. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     f->held++;
     int newest = nsa__backward_newest(f);
@@ -8971,7 +8847,6 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
                    keys * (size_t)p->v.wide * sizeof *f->dv);
             f->add = 1;
         }
-        nsa__backward_ask(f, job, i, i + b.queries, soon);
         nsa__backward_batch(f, job, &b);
         f->add = 1;
         i += b.queries;
@@ -9015,7 +8890,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
     } else if (it->tile < it->tile_end) {
         if (place->moved) nsa__tile_iter_read(it, job);
         place->moved = 0;
-        nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
+        nsa__backward_tile(f, job);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(turns->progress + place->task, INT32_MAX);
@@ -9034,10 +8909,10 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * o->wide;
-        nsa__fetch_key(job, to, o->width, key, end);
+        void *target = nsa__walk_keys(job, to, o->width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, o->width);
+        nsa__add(to->dtype, target, factor, row, o->width);
     }
 }
 
@@ -9558,8 +9433,8 @@ static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
         const nsa__matrix k_t = {job->k_t + key * p->k.depth, p->cut.tile, 1, NULL};
-        const nsa__result scores = {
-            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
+        const nsa__result scores =
+            nsa__result_at(f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0);
         nsa__product_along(&p->k, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);
@@ -9793,7 +9668,7 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, nth);
     const nsa__matrix q = {f.q, p->k.wide, 1, NULL};
-    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
+    const nsa__result products = nsa__result_at(f.s, p->cut.tile, 0);
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
                                  1, NULL};

@@ -31,9 +31,7 @@ typedef struct nsa__backward {
     uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
     int32_t held_tile[NSA__HELD];
     int held, oldest;
-    nsa__asks asks; /* of the batch at hand */
-    int asked;      /* slc: of iter.list, how many readers' rows have been noted */
-    int add;        /* the tile's share has been begun */
+    int add; /* the tile's share has been begun */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -52,7 +50,6 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->k.wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->v.wide);
-    nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
@@ -97,8 +94,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    nsa__fetch_query(job, it, of_out, dim_v, r);
-    const void *row = nsa__query_row(job, it, of_out, r);
+    const void *row = nsa__walk_queries(job, it, of_out, dim_v, r);
     const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
         nsa__load(out, of_out->dtype, row, dim_v);
@@ -118,7 +114,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     const nsa__attend_plan *p = job->plan;
     const nsa__attend_options *options = &p->options;
     nsa__tile_iter_begin(&f->iter, job, task);
-    f->held = f->oldest = f->asked = 0;
+    f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -185,7 +181,7 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
     const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
     if (job->dv) {
         const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        const nsa__result dv = {f->dv + share * v->wide, v->wide, NULL, f->add, NULL, &f->asks};
+        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, f->add);
         nsa__backward_round(f, p, b, f->p, NULL);
         const nsa__matrix dout = nsa__backward_rows(f, v, b, f->dout);
         nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
@@ -193,7 +189,7 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
     if (job->dk || p->dx->q.data) nsa__backward_round(f, p, b, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__result dk = {f->dk + share * k->wide, k->wide, NULL, f->add, NULL, &f->asks};
+        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, f->add);
         const nsa__matrix q = nsa__backward_rows(f, k, b, f->q);
         nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
@@ -201,7 +197,7 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
         const nsa__packed *by_row = k->pairs ? f->ds_rows : f->ds;
         const nsa__matrix ds = {by_row + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
         const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
-        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL, &f->asks};
+        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
         nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
     }
 }
@@ -215,8 +211,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__matrix q = {f->q, k->stride, 1, b->row}, dout = {f->dout, v->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, v, job->v_t, b->key), tile, 1, NULL};
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, &f->asks},
-                      dp = {f->ds, ld, NULL, 0, NULL, &f->asks};
+    const nsa__result s = nsa__result_at(f->p, ld, 0), dp = nsa__result_at(f->ds, ld, 0);
     nsa__product_along(k, x.rows, x.n, &q, &k_t, &s);
     nsa__product_along(v, x.rows, x.n, &dout, &v_t, &dp);
     p->tiles->gradient(&x, ld, f->lse, f->delta, f->p, f->ds);
@@ -231,10 +226,10 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
     for (int r = 0; r < rows; r++) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->k.wide;
-        nsa__fetch_query(job, &f->iter, to, dim, r);
+        void *row = nsa__walk_queries(job, &f->iter, to, dim, r);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->k.scale, dq, dim);
+        nsa__add(to->dtype, row, p->k.scale, dq, dim);
     }
 }
 
@@ -262,50 +257,9 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     nsa__write(&place->needs, -1);
 }
 
-/* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
-   yet, keys `from` on of the next tile, and the rows of those who are next in the lists of readers,
-   behind entry `at`. */
-static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
-                                    int64_t some, int at) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__tile_iter *it = &f->iter;
-    const int64_t key = (int64_t)it->tile * p->cut.tile, next = key + p->cut.tile + from;
-    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->cut.batch_queries);
-    if (!from)
-        nsa__ask(&f->asks, nsa__packed_rows(&p->k, job->k, key),
-                 nsa__rows_over(&p->k, p->cut.tile) * p->k.wide);
-    if (it->tile + 1 < it->tile_end) {
-        nsa__ask(&f->asks, job->k_t + next * p->k.depth, some * p->k.depth);
-        nsa__ask(&f->asks, job->v_t + next * p->v.depth, some * p->v.depth);
-    }
-    for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
-        for (int g = 0; g < p->group; g++) {
-            const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
-            nsa__ask(&f->asks, f->q + r * p->k.stride, p->k.depth);
-            nsa__ask(&f->asks, f->dout + r * p->v.stride, p->v.depth);
-        }
-    f->asked = (int)nsa__max(f->asked, end);
-}
-
-/* What the products of queries i .. end - 1 of the tile ask for. `soon`: their part of the sums of
-   dk and dv, to which the share at hand is added next; sums of all tiles are more than L2 holds. */
-static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i, int end,
-                              int soon) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
-    const int64_t from = p->cut.tile * i / queries, some = p->cut.tile * end / queries - from;
-    const int64_t key = tile * p->cut.tile + from;
-    f->asks.next = f->asks.count = 0;
-    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->v.wide, some * p->v.wide);
-    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->k.wide, some * p->k.wide);
-    if (p->is.lists && nsa__keys_are_far(job))
-        nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
-}
-
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
-   tile before this one. */
-static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
+   may add it. A batch of the whole tile need not add to zeros. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     f->held++;
     int newest = nsa__backward_newest(f);
@@ -323,7 +277,6 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
                    keys * (size_t)p->v.wide * sizeof *f->dv);
             f->add = 1;
         }
-        nsa__backward_ask(f, job, i, i + b.queries, soon);
         nsa__backward_batch(f, job, &b);
         f->add = 1;
         i += b.queries;
@@ -367,7 +320,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
     } else if (it->tile < it->tile_end) {
         if (place->moved) nsa__tile_iter_read(it, job);
         place->moved = 0;
-        nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
+        nsa__backward_tile(f, job);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(turns->progress + place->task, INT32_MAX);
@@ -386,10 +339,10 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * o->wide;
-        nsa__fetch_key(job, to, o->width, key, end);
+        void *target = nsa__walk_keys(job, to, o->width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, o->width);
+        nsa__add(to->dtype, target, factor, row, o->width);
     }
 }
 

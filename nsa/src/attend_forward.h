@@ -101,12 +101,12 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
+    const nsa__result s = nsa__result_at(scores, apart, 0);
     nsa__product_along(k, b->rows, b->end - b->begin, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s + nsa__rows_over(v, cut), tile, 1, NULL};
     const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key + cut), v->wide, 1, NULL};
-    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink, NULL};
+    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
     nsa__product_over(v, b->rows, b->last - b->first, &weights, &values, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
@@ -120,7 +120,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, apart, scores);
     nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink, NULL};
+    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
     nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
@@ -132,7 +132,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
                              nsa_real lse) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
-    void *row = nsa__query_row(job, &f->iter, out, r);
+    void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
     int in_place = nsa__rows_of_reals(out, p->d->dim_v);
     nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
     p->tiles->scale(p->v.wide, over, sums, to);
@@ -147,12 +147,11 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
 
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int rows = f->iter.queries * p->group, dim_v = p->d->dim_v;
+    int rows = f->iter.queries * p->group;
     nsa_real over[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
         int i = r % NSA__LANES;
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        nsa__fetch_query(job, &f->iter, &p->x->out, dim_v, r);
         nsa__forward_row(f, job, r, over[i], lse[i]);
     }
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);

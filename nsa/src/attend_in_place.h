@@ -82,8 +82,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
                                keys->rows ? keys->rows + i : NULL};
-        const nsa__result s_t = {
-            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
+        const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         nsa__product_along(&p->k, some, columns, &k, &q_t, &s_t);

@@ -40,15 +40,15 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
                                   nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = nsa__operand_view(job, o);
-    const int width = o->width, wide = o->wide, n = job->keys - begin;
+    const int width = o->width, wide = o->wide;
     nsa_real *to = rows ? rows : some;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
-            nsa__pack_ask(job, o, begin, r);
-            const int held = r < n ? width : 0;
-            if (held) nsa__load(row, x->dtype, nsa__key(job, x, begin + r), width);
+            const void *from = nsa__walk_packed(job, o, begin, r);
+            const int held = from ? width : 0;
+            if (from) nsa__load(row, x->dtype, from, width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
@@ -79,14 +79,14 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
                                 nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
     const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, wide = o->wide, n = job->keys - begin;
+    const int tile = job->plan->cut.tile, wide = o->wide;
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = some + (r & 1) * wide / 2;
-        nsa__pack_ask(job, o, begin, r);
-        if (r >= n)
+        const void *from = nsa__walk_packed(job, o, begin, r);
+        if (!from)
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x->dtype, nsa__key(job, x, begin + r)))
+        else if (!nsa__copy_operand(o, to, x->dtype, from))
             nonfinite |= (uint64_t)1 << r;
         if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, some, some + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
@@ -121,7 +121,7 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__operand *k = &p->k, *v = &p->v;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, k, (int)key, r);
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__walk_packed(job, k, (int)key, r);
     uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
                                    job->k_t + key * k->depth, scratch);
     if (job->v || job->v_t)

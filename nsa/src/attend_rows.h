@@ -69,8 +69,7 @@ static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it
               in_place = nsa__rows_of_reals(x, width);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__query_row(job, it, x, r);
-        nsa__fetch_query(job, it, x, width, r);
+        const void *from = nsa__walk_queries(job, it, x, width, r);
         if (!in_place) {
             nsa__load(row, x->dtype, from, width);
             memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
@@ -85,8 +84,8 @@ static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, 
                             const nsa__operand *o, nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
     for (int r = 0; r < rows; r++, to += o->stride) {
-        nsa__fetch_query(job, it, x, o->width, r);
-        if (!nsa__copy_operand(o, to, x->dtype, nsa__query_row(job, it, x, r))) nonfinite[r] = 1;
+        const void *from = nsa__walk_queries(job, it, x, o->width, r);
+        if (!nsa__copy_operand(o, to, x->dtype, from)) nonfinite[r] = 1;
     }
 }
 

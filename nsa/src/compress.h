@@ -208,7 +208,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL};
+        const nsa__result h = nsa__result_at(f->h, hidden, 1);
         p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
     }
 }
@@ -227,7 +227,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratc
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
-    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL};
+    const nsa__result out = nsa__result_at(f.out, dim, 1);
     p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
@@ -252,7 +252,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
-    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL};
+    const nsa__result dact = nsa__result_at(dh, hidden, 0);
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
@@ -279,7 +279,7 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t nth, void 
         const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
         const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
         nsa_real *first = sum + (from * stride + j - begin) * dim;
-        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL};
+        const nsa__result dx = nsa__result_at(first, (ptrdiff_t)stride * dim, 1);
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
@@ -301,7 +301,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL};
+            const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
@@ -312,7 +312,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL};
+        const nsa__result dw2 = nsa__result_at(p->dw2, hidden, 1);
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -431,7 +431,7 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL};
+    const nsa__result dpos = nsa__result_at(p->dpos, nsa__flat(p), 1);
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }

@@ -52,9 +52,7 @@ enum {
     /* the same of keys that are packed; part of NSA__SHARE_NUMBERS' measurement */
     NSA__PACKED_AHEAD = 32,
     /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
-    NSA__LISTS_AHEAD = 32,
-    /* bytes that a last-level cache does not keep; Zen 5: slc's backward, 8k 1.02 to 1.04 */
-    NSA__FAR = 16 << 20
+    NSA__LISTS_AHEAD = 32
 };
 
 typedef struct nsa__schedule {

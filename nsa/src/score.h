@@ -144,7 +144,7 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, nth);
     const nsa__matrix q = {f.q, p->k.wide, 1, NULL};
-    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
+    const nsa__result products = nsa__result_at(f.s, p->cut.tile, 0);
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
                                  1, NULL};

@@ -103,8 +103,8 @@ static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
         const nsa__matrix k_t = {job->k_t + key * p->k.depth, p->cut.tile, 1, NULL};
-        const nsa__result scores = {
-            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
+        const nsa__result scores =
+            nsa__result_at(f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0);
         nsa__product_along(&p->k, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);

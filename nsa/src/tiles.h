@@ -20,17 +20,6 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
-/* Memory that is needed soon, in pieces of NSA__ASKED bytes. A product asks for one line of it in
-   each step over k: memory answers while the units multiply. More lines at once would hold up the
-   product's own loads. */
-typedef struct nsa__asks {
-    const char **at;
-    int next, count; /* the first one that has not been asked for, and how many there are */
-    int64_t room;    /* what comes behind so many is not asked for */
-} nsa__asks;
-
-enum { NSA__ASKED = 4 * NSA__ALIGN };
-
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
@@ -39,8 +28,13 @@ typedef struct nsa__result {
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
-    nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
+
+/* All rows in order, without a factor. */
+static nsa__result nsa__result_at(nsa_real *data, ptrdiff_t row, int add) {
+    const nsa__result result = {data, row, NULL, add, NULL};
+    return result;
+}
 
 /* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
 typedef struct nsa__scored {

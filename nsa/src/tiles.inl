@@ -236,11 +236,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
    begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. With
-   `asks` there is something to ask for. */
+   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor, int asks) {
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -257,11 +256,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
-    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
-    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -275,7 +270,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
-    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 /* Some columns of c: m rows in pieces of NSA__ROWS. The last two share what is left, because a
@@ -287,18 +281,14 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
-                         c.asks->next < c.asks->count;
-        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
-        if (rows == NSA__ROWS && !asks)
-            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
