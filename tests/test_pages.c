@@ -56,6 +56,7 @@ CALLS_WITHOUT_WORKSPACE(gate)
 CALLS_OF_LISTS(select_blocks, nsa_select)
 CALLS_OF_LISTS(score_blocks, nsa_score)
 CALLS_OF_LISTS(rank_queries, nsa_rank)
+CALLS_OF_LISTS(score_blocks_forward, nsa_score)
 
 static size_t compress_fs(const void *x, const nsa_desc *d) {
     return nsa_compress_forward_workspace_size((const nsa_compress *)x, d);
@@ -79,6 +80,7 @@ typedef enum kind {
     SELECT,
     SCORE,
     RANK,
+    LISTED,
     KINDS
 } kind;
 
@@ -187,11 +189,17 @@ static void add_lists(suite *s, const nsa_desc *d, kind of) {
         suite_add(s, "lse", offsetof(nsa_select, lse), ROWS_QUERY, d->heads, 1)->dtype =
             NSA_REAL_DTYPE;
         add_out(s, "blocks", offsetof(nsa_select, blocks), lists, width, NSA_I32);
-    } else if (of == SCORE) {
+    } else if (of == SCORE || of == LISTED) {
         suite_add(s, "q", offsetof(nsa_score, q), ROWS_QUERY, d->heads, d->dim);
         suite_add(s, "k", offsetof(nsa_score, k), ROWS_KEY, d->kv_heads, d->dim);
         suite_add(s, "weights", offsetof(nsa_score, weights), ROWS_QUERY, d->heads, 1);
-        add_out(s, "blocks", offsetof(nsa_score, blocks), lists, width, NSA_I32);
+        if (of == SCORE)
+            add_out(s, "blocks", offsetof(nsa_score, blocks), lists, width, NSA_I32);
+        else
+            suite_add(s, "blocks", offsetof(nsa_score, blocks), ROWS_QUERY, lists, width)->dtype =
+                NSA_I32;
+        if (of == LISTED)
+            add_out(s, "scores", offsetof(nsa_score, scores), lists, width, NSA_REAL_DTYPE);
     } else {
         suite_add(s, "scores", offsetof(nsa_rank, scores), ROWS_QUERY, lists,
                   nsa_slc_count(d, d->tokens));
@@ -199,9 +207,9 @@ static void add_lists(suite *s, const nsa_desc *d, kind of) {
     }
 }
 
-static const char *const kind_names[KINDS] = {"cmp",      "slc",    "win",   "dense",
-                                              "compress", "whole",  "rope",  "merge",
-                                              "gate",     "select", "score", "rank"};
+static const char *const kind_names[KINDS] = {"cmp",   "slc",  "win",   "dense", "compress",
+                                              "whole", "rope", "merge", "gate",  "select",
+                                              "score", "rank", "listed"};
 
 static suite suite_of(const nsa_desc *d, const kind_options *o) {
     static const suite calls[KINDS] = {
@@ -241,6 +249,9 @@ static suite suite_of(const nsa_desc *d, const kind_options *o) {
         {.struct_size = sizeof(nsa_rank),
          .forward = rank_queries_f,
          .forward_size = rank_queries_fs},
+        {.struct_size = sizeof(nsa_score),
+         .forward = score_blocks_forward_f,
+         .forward_size = score_blocks_forward_fs},
     };
     suite s = calls[o->of];
     s.name = kind_names[o->of], s.options = o, s.configure = configure, s.prepare = random_lists;
