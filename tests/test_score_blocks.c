@@ -316,7 +316,8 @@ int main(int argc, char **argv) {
     }
     test_indexer();
     test_strides(least);
-    for (int i = 0; i < (least ? 1 : 2); i++) { /* not causal, and every query head with a list of its own */
+    for (int i = 0; i < (least ? 1 : 2);
+         i++) { /* not causal, and every query head with a list of its own */
         nsa_desc d = desc_of(shape(score_cases[i].shape));
         d.mask = NSA_MASK_NONE, d.list_heads = i ? 0 : d.heads;
         suite s = suite_of(&score_cases[i], &d);

@@ -73,7 +73,7 @@ static bool reaches(const model *m, int64_t place, int row) {
     const model_config *c = &m->config;
     int last = c->n_layers - 1, lists = c->n_kv_groups * c->n_sel;
     attention_kind kind = layer_kind(m, last);
-    const int32_t *blocks = m->acts[last].blocks + (ptrdiff_t)row * lists;
+    const int32_t *blocks = model_blocks(m, last) + (ptrdiff_t)row * lists;
     bool near = m->past - m->rows + row - place < c->w && kind != ATTENTION_CMP_SLC;
     bool found = kind == ATTENTION_FULL || near;
     for (int i = 0; attention_is_sparse(kind) && i < lists; i++)

@@ -9,7 +9,7 @@
 #include <time.h>
 
 #include "inspect/measure.h"
-#include "model/model.h"
+#include "model/model_inside.h"
 
 enum { MOST_SELECTED = 64, MOST_SIZE = 1 << 24 };
 

@@ -5,7 +5,7 @@
 
 #include "base/rng.h"
 #include "harness/check.h"
-#include "model/model.h"
+#include "model/model_inside.h"
 
 static fault why;
 

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -178,27 +177,6 @@ def test_two_in_one_folder(text):
     check(run.wait(120) == 143, run.returncode)
 
 
-# ---- A start without memory ----
-
-def test_little_memory():
-    """OpenBLAS without the memory to begin would ask for it for ever, before main; with enough of it a limit does no
-    harm."""
-    def start(megabytes):
-        limit = (megabytes << 20, megabytes << 20)
-        return subprocess.run([runs.program, *SMALL, "--dataset", "synthetic", "--check"], text=True, timeout=120,
-                              capture_output=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit))
-
-    roomy = start(1 << 16)
-    if "Sanitizer" in roomy.stderr:
-        return  # it takes terabytes
-    check(roomy.returncode == 0, roomy)
-    said = subprocess.run([runs.program, *SMALL, "--dataset", "synthetic", "--steps", "1", "--out-dir",
-                           str(runs.root / "blas")], text=True, capture_output=True).stdout
-    if "OpenBLAS" in said:
-        low = start(128)
-        check(low.returncode == 2 and "limit of the address space" in low.stderr, low)
-
-
 # ---- Time that is nobody's fault ----
 
 def test_stopped_while_waiting():
@@ -219,7 +197,6 @@ def test_stopped_while_waiting():
 corpus = runs.text()
 with concurrent.futures.ThreadPoolExecutor() as beside:
     slow, stopped = beside.submit(test_slow), beside.submit(test_stopped_while_waiting)
-    little = beside.submit(test_little_memory)
     test_anomalies(corpus)
     test_gates_by_layer(corpus)
     test_asked_where_it_is(corpus)
@@ -229,6 +206,5 @@ with concurrent.futures.ThreadPoolExecutor() as beside:
     test_stalled_reader(corpus)
     test_two_in_one_folder(corpus)
     slow.result()
-    little.result()
     stopped.result()
 done()

@@ -12,7 +12,7 @@
    the layout decides. */
 #include <stdlib.h>
 
-#include "model/model.h"
+#include "model/model_inside.h"
 
 enum { HALVES = 2, PIECE = 1 << 18 }; /* reals of a block that is exchanged, about */
 

@@ -1,5 +1,5 @@
 /* model.c - TinyLM as a whole: embedding, layers, loss, and back. Twin: model.h. */
-#include "model/model.h"
+#include "model/model_inside.h"
 
 #include <string.h>
 
@@ -103,7 +103,7 @@ static void backward(model *m) {
             held = false;
         }
         layer_backward(m, i);
-        final_from(m, m->layer_slots[i][NORM1]);
+        final_from(m, m->slots[i].of[NORM1]);
     }
     o->embed_backward(o, model_gradient(m, m->embed), s->dx, m->tokens, m->rows, c->dim);
     final_from(m, 0);

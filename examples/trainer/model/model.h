@@ -1,6 +1,7 @@
 /* model.h - TinyLM: a decoder over Native Sparse Attention, forward and backward, for any back end.
    Twins: model_layout.c (parameters, memory), model_layer.c (one layer), model.c (the whole),
-   context.c (a sequence divided among processes). It knows no files, no data and no optimizer.
+   context.c (a sequence divided among processes); what these share is model_inside.h's. It knows no
+   files, no data and no optimizer.
 
      x = embed[token]
      each layer:  x = x + attention(rmsnorm(x));  x = x + fc2(silu(fc1(rmsnorm(x))))
@@ -80,45 +81,6 @@ typedef struct model_batch {
     int documents, longest;
 } model_batch;
 
-/* A layer's tensors in the table of parameters; phi's five follow one another. */
-typedef enum slot {
-    NORM1,
-    W_QKV, /* W_Q, then the k of each branch, then the v of each, then a linear gate: one matrix */
-    W_OUT,
-    GATE_W1,
-    GATE_B1,
-    GATE_W2,
-    GATE_B2,
-    PHI_K,
-    PHI_V = PHI_K + 5,
-    Q_NORM = PHI_V + 5,
-    K_NORM,
-    NORM2,
-    FC1, /* of swiglu its gate, then fc1: one matrix */
-    FC2,
-    SLOTS
-} slot;
-
-enum { PHI_POS, PHI_W1, PHI_B1, PHI_W2, PHI_B2, PHI_TENSORS };
-
-/* What forward leaves of a layer for backward. */
-typedef struct layer_acts {
-    real *rstd1, *rstd2;
-    void *raw;              /* (rows, heads of q and k, d_k): before qk_norm, q's rows first */
-    real *rstd_heads;       /* of these */
-    void *qkv;              /* (rows, layer_fused), rotated */
-    void *q_mean;           /* (rows, groups, d_k), before RoPE */
-    void *gate_hidden;      /* (rows, groups, d_k / 2), before SiLU */
-    void *gates;            /* (rows, groups, 3), logits */
-    void *k_cmp, *v_cmp;    /* compressed rows */
-    void *branch[BRANCHES]; /* (rows, heads, d_v) */
-    real *lse[BRANCHES];    /* (rows, heads) */
-    int32_t *blocks;        /* (rows, groups, n_sel) */
-    void *attention;        /* (rows, heads, d_v): the branches gated and added */
-    void *mid;              /* (rows, dim): x after attention */
-    void *hidden;           /* (rows, mlp_in), before SiLU */
-} layer_acts;
-
 /* What a layer's pass needs only while it runs, shared by all layers. */
 typedef struct scratch {
     void *norm, *act, *gate_act;
@@ -158,21 +120,13 @@ typedef struct recording {
     bool known; /* launched once with these */
 } recording;
 
-/* What model_append keeps of a layer. */
-typedef struct layer_cache {
-    nsa_cache sparse;
-    void *k, *v;  /* dense: (room, groups, d_k), (room, groups, d_v) */
-    void *memory; /* of sparse */
-    size_t bytes;
-} layer_cache;
-
 typedef struct model {
     model_config config;
     model_options options;
     const ops *o;
     params params;
     int embed, norm, head;         /* places in the table */
-    int (*layer_slots)[SLOTS];     /* -1: this model has no such tensor */
+    struct layer_slots *slots;     /* of each layer, its tensors' places */
     size_t element;                /* bytes of an activation */
     int first_of[ATTENTION_KINDS]; /* the first layer of each kind; -1: none */
     int gate_width, chunk;         /* d_k / 2; rows of logits at a time */
@@ -180,8 +134,9 @@ typedef struct model {
     void *shut;                    /* (3): what is added to the gates of cmp+slc */
     void *memory;
     arena arena;
-    void **x;         /* n_layers + 1 inputs of layers; the last is the head's */
-    layer_acts *acts; /* of each layer; what is computed again is in the same memory for all */
+    void **x; /* n_layers + 1 inputs of layers; the last is the head's */
+    struct layer_acts
+        *acts; /* of each layer; what is computed again is in the same memory for all */
     scratch scratch;
     int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
     step_state *state;                 /* likewise */
@@ -196,15 +151,15 @@ typedef struct model {
     int sequence;  /* tokens of a row of the batch, of which this process has tokens_each */
     slice *slices; /* of the pass that runs */
     int slice_count;
-    int context;         /* processes that divide a sequence; 1: none do */
-    bool split;          /* the pass that runs is divided */
-    int32_t *places;     /* split: of each row in its document, in the back end's memory */
-    int32_t *ids;        /* numbers of the host on their way there */
-    int begins_used;     /* of these, begins */
-    int gathered;        /* the layer whose k and v scratch.keys holds, or -1 */
-    layer_cache *caches; /* of each layer; NULL without room */
-    bool appending;      /* the pass attends from the caches */
-    int past;            /* tokens that they hold */
+    int context;                /* processes that divide a sequence; 1: none do */
+    bool split;                 /* the pass that runs is divided */
+    int32_t *places;            /* split: of each row in its document, in the back end's memory */
+    int32_t *ids;               /* numbers of the host on their way there */
+    int begins_used;            /* of these, begins */
+    int gathered;               /* the layer whose k and v scratch.keys holds, or -1 */
+    struct layer_cache *caches; /* of each layer; NULL without room */
+    bool appending;             /* the pass attends from the caches */
+    int past;                   /* tokens that they hold */
     nsa_reads reads; /* counted by nsa_decode since model_restart, summed over layers and groups */
 } model;
 
@@ -223,15 +178,6 @@ bool model_measure(const model_config *c, const model_options *options, const op
 /* The geometry that a layer gives to nsa.h, for a batch of this shape. */
 nsa_desc model_desc(const model *m, int layer, int batch, int tokens);
 attention_kind layer_kind(const model *m, int layer);
-/* Columns of qkv: q and each k; all. */
-int layer_rotated(const model *m, int layer);
-/* Its pairs of k and v, and whether its gate is a linear map of x. */
-int layer_pairs(const model *m, int layer);
-bool layer_linear_gate(const model *m, int layer);
-int layer_fused(const model *m, int layer);
-/* Columns of all k and v, which lie behind those of q. */
-int layer_keys(const model *m, int layer);
-
 /* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale`
    times the scaler's scale times too large; a caller sets last_of_step before those of a step's
    last batch. It zeroes state and gradients. */
@@ -259,48 +205,18 @@ void model_set_scaler(model *m, const loss_scaler *s);
 void model_post_state(const model *m);
 step_state model_fetch_state(const model *m);
 
-/* Launches a part: run(m, number). With options.graphs its second time with these numbers is
-   recorded (the first may still load and choose), and from then on the recording is run. */
-void model_launch(model *m, model_part part, void (*run)(model *m, double number), double number);
-void model_forget_recordings(model *m);
 void model_zero_gradients(model *m);
 
-/* One layer, for model.c: forward from x[layer] to x[layer + 1]; what of it backward needs again;
-   and backward, in place on scratch.dx. */
-void layer_forward(model *m, int layer);
-void layer_recompute(model *m, int layer);
-checkpointing layer_checkpointing(const model *m, int layer);
-void layer_backward(model *m, int layer);
 /* The geometry of the pass that runs, of its first slice. */
 nsa_desc layer_desc(const model *m, int layer);
 /* What its attention reads and writes in a layer; where attention is sparse. */
 nsa_attention layer_views(const model *m, int layer);
-/* Bytes of workspace that a layer's attention needs for this slice; from the caches, for `count`
-   tokens at once. */
+/* Bytes of workspace that a layer's attention needs for this slice. */
 size_t layer_workspace(model *m, int layer, const slice *p);
-size_t layer_append_workspace(model *m, int layer, int count);
+/* The block lists that the last pass left of a sparse layer: (rows, groups, n_sel). */
+const int32_t *model_blocks(const model *m, int layer);
 
-/* context.c. The host's memory for slices; the arrays, of which one may lie in `free_bytes` from
-   scratch.act on; memory for exchanges, which is dist's. */
-bool context_open(model *m, fault *f);
-void context_layout(model *m, arena *a, size_t free_bytes);
-size_t context_bytes(const model *m);
-bool context_attach(model *m, fault *f);
-void context_close(model *m);
-/* Whether a batch can be divided; the slices of a pass; the batch, or this process's rows of it,
-   for the back end. */
-bool context_check(const model *m, const model_batch *b, fault *f);
-void context_slices(model *m, const model_batch *b);
-void context_upload(model *m, const model_batch *b);
-/* All rows of a layer's k and v, rotated, come to scratch.keys. Before backward, they and zeros in
-   scratch.dkeys; after it the sums of dkeys over the processes come to this one's rows, k to
-   drotated and v to dqkv. Where nothing is divided none does anything. */
-void context_gather(model *m, int layer);
-void context_begin_backward(model *m, int layer);
-void context_reduce(model *m, int layer);
-
-/* Pointers into the table's arrays. */
+/* A tensor of the table. */
 void *model_weight(const model *m, int place);
-real *model_gradient(const model *m, int place);
 
 #endif

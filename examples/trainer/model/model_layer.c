@@ -2,7 +2,7 @@
    writes what; the arithmetic is the back end's. */
 #include <string.h>
 
-#include "model/model.h"
+#include "model/model_inside.h"
 
 /* ---- Views --------------------------------------------------------------------------------- */
 
@@ -178,7 +178,7 @@ static nsa_tensor gate_view(const model *m, int layer, const slice *p, void *own
 static nsa_attention sparse_views(const model *m, int layer, const slice *p) {
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     nsa_desc d = slice_desc(m, layer, p);
     nsa_attention x = {0};
     x.q = query_heads(m, p, a->qkv, layer_fused(m, layer), 0, c->d_k);
@@ -214,7 +214,7 @@ nsa_attention layer_views(const model *m, int layer) {
 static nsa_attention sparse_gradients(const model *m, int layer, const slice *p) {
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     nsa_attention dx = {0};
     dx.out = query_packed(m, p, s->dattention, c->n_heads, c->d_v);
     dx.q = query_heads(m, p, s->drotated, layer_rotated(m, layer), 0, c->d_k);
@@ -331,7 +331,7 @@ static normed_heads heads_of(const model *m, int layer, bool is_k) {
                       .raw = at(m, a->raw, before),
                       .normed = at(m, m->scratch.normed, before),
                       .rstd = a->rstd_heads + before / d_k,
-                      .weight = m->layer_slots[layer][is_k ? K_NORM : Q_NORM]};
+                      .weight = m->slots[layer].of[is_k ? K_NORM : Q_NORM]};
     x.heads = m->rows * x.columns / d_k;
     return x;
 }
@@ -382,7 +382,7 @@ static void gate_forward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     int groups = c->n_kv_groups, width = m->gate_width;
     int pairs = attention_pairs(layer_kind(m, layer));
     int64_t rows = (int64_t)m->rows * groups;
@@ -405,7 +405,7 @@ static void gate_backward(model *m, int layer) {
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     int groups = c->n_kv_groups, width = m->gate_width;
     int pairs = attention_pairs(layer_kind(m, layer));
     int64_t rows = (int64_t)m->rows * groups;
@@ -476,7 +476,7 @@ static void attention_forward(model *m, int layer, bool restore) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     scratch *s = &m->scratch;
     int fused = layer_fused(m, layer);
     o->rmsnorm_forward(o, s->norm, a->rstd1, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
@@ -538,7 +538,7 @@ static void attention_backward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     scratch *s = &m->scratch;
     int width = c->n_heads * c->d_v, fused = layer_fused(m, layer);
     o->linear_backward_weight(o, model_gradient(m, slots[W_OUT]), s->dx, a->attention, m->rows,
@@ -563,7 +563,7 @@ static void mlp_in_forward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     o->rmsnorm_forward(o, m->scratch.norm, a->rstd2, a->mid, model_weight(m, slots[NORM2]), m->rows,
                        c->dim, c->norm_eps);
     o->linear_forward(o, a->hidden, m->scratch.norm, model_weight(m, slots[FC1]), NULL, m->rows,
@@ -579,16 +579,15 @@ static void mlp_out_forward(model *m, int layer) {
         o->swiglu_forward(o, m->scratch.act, a->hidden, m->rows, c->hidden);
     else
         o->silu_forward(o, m->scratch.act, a->hidden, (int64_t)m->rows * c->hidden);
-    o->linear_forward(o, m->x[layer + 1], m->scratch.act,
-                      model_weight(m, m->layer_slots[layer][FC2]), a->mid, m->rows, c->hidden,
-                      c->dim);
+    o->linear_forward(o, m->x[layer + 1], m->scratch.act, model_weight(m, m->slots[layer].of[FC2]),
+                      a->mid, m->rows, c->hidden, c->dim);
 }
 
 static void mlp_backward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    const int *slots = m->layer_slots[layer];
+    const int *slots = m->slots[layer].of;
     scratch *s = &m->scratch;
     void *dact = c->swiglu ? s->dact : s->dhidden; /* silu goes back in place */
     o->linear_backward_input(o, dact, s->dx, model_weight(m, slots[FC2]), m->rows, c->hidden,
@@ -628,4 +627,8 @@ void layer_backward(model *m, int layer) {
     m->o->mark(m->o, m->phase, layer);
     mlp_backward(m, layer);
     attention_backward(m, layer);
+}
+
+const int32_t *model_blocks(const model *m, int layer) {
+    return m->acts[layer].blocks;
 }

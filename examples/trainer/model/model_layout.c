@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "model/model.h"
+#include "model/model_inside.h"
 
 /* Attention's logits and gate stay near their middle at the start, yet every path has a
    gradient. */
@@ -159,14 +159,14 @@ static void add_layer(builder *b, int layer, int *slots) {
 static bool build_table(model *m, fault *f) {
     const model_config *c = &m->config;
     builder b = {m, -1, true};
-    m->layer_slots = calloc((size_t)c->n_layers, sizeof *m->layer_slots);
+    m->slots = calloc((size_t)c->n_layers, sizeof *m->slots);
     m->x = calloc((size_t)c->n_layers + 1, sizeof *m->x);
     m->acts = calloc((size_t)c->n_layers, sizeof *m->acts);
     if (m->options.room) m->caches = calloc((size_t)c->n_layers, sizeof *m->caches);
-    if (!m->layer_slots || !m->x || !m->acts || (m->options.room && !m->caches))
+    if (!m->slots || !m->x || !m->acts || (m->options.room && !m->caches))
         return fault_set(f, "model: out of memory");
     m->embed = add(&b, (param_spec){"embed.weight", {c->vocab, c->dim}, 0, INIT_STD, false, false});
-    for (int i = 0; i < c->n_layers; i++) add_layer(&b, i, m->layer_slots[i]);
+    for (int i = 0; i < c->n_layers; i++) add_layer(&b, i, m->slots[i].of);
     b.layer = -1;
     m->norm = add_constant(&b, "norm.weight", c->dim, 1);
     m->head = m->embed;
@@ -589,7 +589,7 @@ void model_close(model *m) {
     if (m->memory) m->o->release(m->o, m->memory);
     params_free(&m->params);
     context_close(m);
-    free(m->layer_slots);
+    free(m->slots);
     free(m->x);
     free(m->acts);
     free(m->caches);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "model/model_inside.h"
 
 /* ---- Statistics ---------------------------------------------------------------------------- */
 

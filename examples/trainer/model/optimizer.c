@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include "model/model_inside.h"
+
 /* Of Muon, as published with its coefficients (muon.h). */
 static const double MOMENTUM = 0.95;
 

@@ -52,48 +52,6 @@ const char *gemm_open(void) {
     return openblas_get_config();
 }
 
-/* OpenBLAS takes memory before main, and where it gets none it asks again for ever. How much it
-   takes hangs on its version and the machine, so a start under a limit is timed: without trouble it
-   takes a tenth of a second of a processor. */
-#ifdef __GLIBC__
-#include <signal.h>
-#include <sys/resource.h>
-#include <sys/time.h>
-#include <unistd.h>
-
-enum { START_S = 2, UNUSABLE = 2 };
-
-static int start_is_watched;
-
-static void start_has_failed(int number) {
-    static const char why[] = "no memory to start OpenBLAS: the limit of the address space "
-                              "(ulimit -v) is too low\n";
-    (void)number;
-    (void)!write(STDERR_FILENO, why, sizeof why - 1);
-    _exit(UNUSABLE);
-}
-
-/* Sanitizers begin later than this. */
-__attribute__((no_sanitize("address", "thread", "undefined"))) static void watch_start(void) {
-    struct rlimit limit;
-    struct sigaction action = {.sa_handler = start_has_failed};
-    struct itimerval patience = {.it_value = {START_S, 0}};
-    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return;
-    start_is_watched =
-        !sigaction(SIGPROF, &action, NULL) && !setitimer(ITIMER_PROF, &patience, NULL);
-}
-
-/* Before the libraries' own beginnings; and after them. */
-__attribute__((section(".preinit_array"), used)) static void (*const at_first)(void) = watch_start;
-
-__attribute__((constructor)) static void end_watch(void) {
-    struct itimerval none = {.it_value = {0, 0}};
-    if (!start_is_watched) return;
-    setitimer(ITIMER_PROF, &none, NULL);
-    signal(SIGPROF, SIG_DFL);
-}
-#endif
-
 #else
 
 /* Part of b, DEEP x COLS, is copied so that the inner loop runs over packed memory whatever the

@@ -1,11 +1,11 @@
-/* telemetry.c - see telemetry.h. */
-#include "telemetry/telemetry.h"
+/* telemetry.c - a run's telemetry: what is opened, watched and closed. Twins: telemetry.h,
+   telemetry_step.c (a step). */
+#include "telemetry/telemetry_inside.h"
 
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
 #include <math.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -18,53 +18,14 @@
 #include "base/fallback.h"
 #include "base/files.h"
 #include "base/text.h"
-#include "telemetry/anomaly.h"
-#include "telemetry/csv.h"
 #include "telemetry/curve.h"
 #include "telemetry/dump.h"
-#include "telemetry/events.h"
-#include "telemetry/heartbeat.h"
-#include "telemetry/metrics.h"
-#include "telemetry/terminal.h"
 
-/* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that
-   ends after 5 s of silence speaks for itself. */
-enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000, BEAT_MS = 1000 };
-enum { RATES = 1024 };
+/* A line at least every 10 s: the thread looks twice a second and speaks up after 9. */
+enum { TICK_MS = 500, SILENCE_MS = 9000, DUMP_MS = 1000 };
 
 /* When a run draws its curve first, and how often anew. */
 enum { FIRST_CURVE_MS = 2000, CURVE_MS = 60000 };
-
-struct telemetry {
-    const config *config;
-    terminal *log; /* NULL: silent */
-    int held;      /* descriptor of the folder's lock; -1: none */
-    bool is_first_rank, resumed;
-    csv training, val, k_stats, fallbacks;
-    events events;
-    char metrics_path[CONFIG_PATH_BYTES + 32];
-    metrics metrics;
-    double rates[RATES]; /* tokens/s of the newest steps, one after the other in a ring */
-    int64_t rate_count;
-    double line_tokens, line_seconds;    /* of the steps since the last log line */
-    double step_seconds;                 /* running mean, for the time left */
-    double beside;                       /* s, beside the steps of this start */
-    int64_t tokens, first_step;          /* trained on in all; first step of this start */
-    double steps_ms, stats_ms, files_ms; /* of all steps: in all, for statistics, for files */
-
-    pthread_t thread;
-    pthread_mutex_t lock; /* guards what follows, and log */
-    pthread_cond_t changed;
-    bool stop;
-    double last_line, last_step, last_beat; /* ms: of a printed line, a step's end, a heartbeat */
-    heartbeat heartbeat;
-    heartbeat_line state; /* what a heartbeat says at this moment */
-    stats stats;          /* that `state` points to, once there are any */
-    anomaly_watch watch;
-    bool halted;       /* by an anomaly of this process, or a .HALT that came up */
-    int dumps;         /* that have been said */
-    double last_curve; /* ms */
-};
 
 static telemetry *the_one; /* for exit() */
 
@@ -109,20 +70,9 @@ listener telemetry_listener(telemetry *t) {
     return l;
 }
 
-/* "1h02m", "3m20s", "7s" */
-static void duration_text(char *text, size_t bytes, double seconds) {
-    long long s = (long long)(seconds + 0.5);
-    if (s >= 3600)
-        snprintf(text, bytes, "%lldh%02lldm", s / 3600, s / 60 % 60);
-    else if (s >= 60)
-        snprintf(text, bytes, "%lldm%02llds", s / 60, s % 60);
-    else
-        snprintf(text, bytes, "%llds", s);
-}
-
 /* ---- Heartbeats ---- */
 
-static bool beat_locked(telemetry *t, const char *msg, fault *f) {
+bool telemetry_beat_locked(telemetry *t, const char *msg, fault *f) {
     t->last_beat = clock_ms();
     t->state.msg = msg;
     t->state.step = t->metrics.steps_done;
@@ -131,7 +81,7 @@ static bool beat_locked(telemetry *t, const char *msg, fault *f) {
 
 bool telemetry_note(telemetry *t, const char *msg, fault *f) {
     pthread_mutex_lock(&t->lock);
-    bool ok = beat_locked(t, msg, f);
+    bool ok = telemetry_beat_locked(t, msg, f);
     pthread_mutex_unlock(&t->lock);
     return ok;
 }
@@ -158,7 +108,7 @@ static void look_for_dumps(telemetry *t) {
     t->dumps = dumps;
     snprintf(line, sizeof line, "SIGUSR1: phase, layer and stack written to %s", dump_path());
     print_locked(t, line);
-    (void)beat_locked(t, "watchdog_dump", &unused);
+    (void)telemetry_beat_locked(t, "watchdog_dump", &unused);
 }
 
 /* The training thread is stuck: what is left to do is done here, and the process ends. */
@@ -220,7 +170,8 @@ static void *watch(void *user) {
             end_stalled(t, why.text);
         if (now - t->last_line >= SILENCE_MS) sign_of_life(t, now);
         if (now - t->last_beat >= SILENCE_MS)
-            (void)beat_locked(t, "beat", &unused); /* a full disk is for the next step to say */
+            (void)telemetry_beat_locked(t, "beat",
+                                        &unused); /* a full disk is for the next step to say */
         look_for_dumps(t);
         look_for_halt(t);
         if (now - t->last_curve >= CURVE_MS) draw_curve(t, now);
@@ -336,7 +287,7 @@ static bool open_csvs(telemetry *t, fault *f) {
 static void recall_step(void *user, const double *values) {
     telemetry *t = user;
     t->metrics.loss_last = values[1];
-    t->rates[t->rate_count++ % RATES] = values[3];
+    t->rates[t->rate_count++ % TELEMETRY_RATES] = values[3];
 }
 
 static void recall_statistics(void *user, const double *values) {
@@ -402,14 +353,14 @@ bool telemetry_without_stats(const config *c) {
 /* ---- metrics.json ---- */
 
 /* Of the newest steps: a run of any length takes the same memory. */
-static double median_rate(const telemetry *t) {
-    double sorted[RATES];
-    size_t count = t->rate_count < RATES ? (size_t)t->rate_count : RATES;
+double telemetry_median_rate(const telemetry *t) {
+    double sorted[TELEMETRY_RATES];
+    size_t count = t->rate_count < TELEMETRY_RATES ? (size_t)t->rate_count : TELEMETRY_RATES;
     memcpy(sorted, t->rates, count * sizeof *sorted);
     return clock_percentile(sorted, count, 50);
 }
 
-static void refresh_memory(telemetry *t) {
+void telemetry_refresh_memory(telemetry *t) {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     double own = (double)usage.ru_maxrss / 1024;
@@ -432,7 +383,7 @@ static void arm_metrics(telemetry *t) {
     the_one = t;
     if (!registered) atexit(at_exit);
     registered = true;
-    refresh_memory(t);
+    telemetry_refresh_memory(t);
     metrics_prepare(t->metrics_path, &t->metrics);
     signals_install(t->is_first_rank ? metrics_last_words : NULL);
 }
@@ -507,187 +458,6 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     return t;
 }
 
-/* "512", "81.9k", "1.64M", "3.28B" */
-static void count_text(char *text, size_t bytes, double count) {
-    static const char units[] = " kMBT";
-    int unit = 0;
-    for (; count >= 999.5 && units[unit + 1]; unit++) count /= 1000;
-    snprintf(text, bytes, unit ? "%.3g%c" : "%.0f", count, units[unit]);
-}
-
-static void print_step(telemetry *t, const telemetry_step *s) {
-    char line[1024], left[32] = "", tokens[32];
-    double beside = t->beside / (double)(s->step - t->first_step + 1);
-    duration_text(left, sizeof left,
-                  (t->step_seconds + beside) * (double)(t->config->train.steps - s->step));
-    count_text(tokens, sizeof tokens, (double)t->tokens);
-    snprintf(line, sizeof line,
-             "step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f%s%s%s | tokens %s | "
-             "eta %s",
-             (long long)s->step, s->loss, s->lr,
-             t->line_seconds > 0 ? t->line_tokens / t->line_seconds : 0.0, s->grad_norm,
-             s->skipped ? " | overflow: step skipped" : "", s->extra ? " | " : "",
-             s->extra ? s->extra : "", tokens, left);
-    t->line_tokens = t->line_seconds = 0;
-    print(t, line);
-}
-
-/* What heartbeats say from now on. */
-static void set_state(telemetry *t, const telemetry_step *s, double rate) {
-    t->state.loss = s->loss;
-    t->state.toks_per_s = rate;
-    t->state.grad_norm = s->grad_norm;
-    t->state.stats = s->stats ? &t->stats : NULL;
-    if (s->stats) t->stats = *s->stats;
-}
-
-/* Of each layer that has gates, where the step also has a line: a record each. */
-static bool write_layers(telemetry *t, const telemetry_step *s, fault *f) {
-    static const char *const what[] = {"share_cmp", "share_slc", "share_win", "entropy", "sum"};
-    enum { EACH = sizeof what / sizeof *what };
-    char names[EACH][32];
-    events_scalar list[EACH];
-    for (int i = 0; s->stats && s->layers && i < STATS_LAYERS; i++) {
-        const stats_layer *x = &s->layers[i];
-        const float values[] = {x->shares[0], x->shares[1], x->shares[2], x->entropy, x->gate_sum};
-        if (x->shares[0] + x->shares[1] + x->shares[2] <= 0) continue;
-        for (int k = 0; k < EACH; k++) {
-            snprintf(names[k], sizeof names[k], "layer_%02d/%s", i, what[k]);
-            list[k] = (events_scalar){names[k], (double)values[k]};
-        }
-        if (!events_write(&t->events, s->step, list, EACH, f)) return false;
-    }
-    return true;
-}
-
-/* The rows and the scalars of a step. */
-static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
-    fault unused;
-    double training[] = {s->loss, s->lr, rate, s->grad_norm}, fallbacks[FALLBACKS + 1];
-    for (int i = 0; i < FALLBACKS; i++) fallbacks[i] = (double)fallback_count((fallback)i);
-    fallbacks[FALLBACKS] = (double)fallback_total();
-    events_scalar scalars[16] = {{"train/loss", s->loss},
-                                 {"train/toks_per_s", rate},
-                                 {"train/lr", s->lr},
-                                 {"train/grad_norm", s->grad_norm}};
-    int count = 4;
-    bool ok = csv_row(&t->training, s->step, training, 4, f); /* every table gets its row */
-    ok = csv_row(&t->fallbacks, s->step, fallbacks, FALLBACKS + 1, ok ? f : &unused) && ok;
-    if (s->stats) {
-        const stats *x = s->stats;
-        double k[] = {x->k_mean, (double)x->k_max, (double)x->k_rows, x->pct_at_max};
-        const events_scalar more[] = {
-            {"gates/entropy_mean", x->entropy_mean},   {"gates/max_gate", x->max_gate},
-            {"gates/collapse_frac", x->collapse_frac}, {"gates/share_cmp", x->shares[0]},
-            {"gates/share_slc", x->shares[1]},         {"gates/share_win", x->shares[2]},
-            {"selection/k_mean", x->k_mean},           {"selection/k_max", (double)x->k_max},
-            {"selection/pct_at_max", x->pct_at_max}};
-        memcpy(scalars + count, more, sizeof more);
-        count += (int)(sizeof more / sizeof *more);
-        ok = csv_row(&t->k_stats, s->step, k, 4, ok ? f : &unused) && ok;
-    }
-    return ok && events_write(&t->events, s->step, scalars, count, f);
-}
-
-bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f) {
-    fault unused;
-    pthread_mutex_lock(&t->lock);
-    t->halted = true;
-    pthread_mutex_unlock(&t->lock);
-    fault_set(f, "%s: %.800s", anomaly_name(a), reason);
-    if (!anomaly_write(t->config->train.out_dir, a, reason, &unused))
-        telemetry_say(t, "%s", unused.text);
-    return false;
-}
-
-bool telemetry_halted(telemetry *t) {
-    pthread_mutex_lock(&t->lock);
-    bool halted = t->halted;
-    pthread_mutex_unlock(&t->lock);
-    return halted;
-}
-
-static bool judge_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
-    anomaly_step x = {.loss = s->loss,
-                      .grad_norm = s->grad_norm,
-                      .seconds = s->seconds,
-                      .toks_per_s = rate,
-                      .skipped = s->skipped,
-                      .stats = s->stats};
-    char reason[FAULT_BYTES + 32];
-    fault why;
-    anomaly a = anomaly_of_step(&t->watch, &x, &why);
-    if (!a) return true;
-    if (a == ANOMALY_FLAT || a == ANOMALY_LAYER) {
-        telemetry_say(t, "warning: step %lld: %s", (long long)s->step, why.text);
-        return true;
-    }
-    snprintf(reason, sizeof reason, "step %lld: %s", (long long)s->step, why.text);
-    return telemetry_halt(t, a, reason, f);
-}
-
-static bool is_due(int64_t every, int64_t step) {
-    return every > 0 && step % every == 0;
-}
-
-/* Every heartbeat_every steps where that was asked for; else once a second, for a model of
-   milliseconds would write gigabytes. */
-static bool beats(const telemetry *t, int64_t step, double now) {
-    const config *c = t->config;
-    if (!is_due(c->telemetry.heartbeat_every, step)) return false;
-    return config_from(c, "telemetry.heartbeat_every") != CONFIG_FROM_DEFAULT ||
-           step == t->first_step || now - t->last_beat >= BEAT_MS;
-}
-
-static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
-    const config *c = t->config;
-    double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
-    bool ok = true, last = s->step == c->train.steps;
-    bool wanted = is_due(c->train.log_every, s->step) || t->step_seconds == 0 || s->skipped || last;
-    pthread_mutex_lock(&t->lock);
-    t->metrics.steps_done = s->step;
-    t->last_step = clock_ms();
-    wanted = wanted || t->last_step - t->last_line >= STEP_SILENCE_MS;
-    set_state(t, s, rate);
-    if (last || beats(t, s->step, t->last_step)) ok = beat_locked(t, "step_end", f);
-    pthread_mutex_unlock(&t->lock);
-    t->rates[t->rate_count++ % RATES] = rate;
-    t->line_tokens += (double)s->tokens;
-    t->tokens += s->tokens;
-    t->line_seconds += s->seconds;
-    t->step_seconds = t->step_seconds > 0 ? 0.9 * t->step_seconds + 0.1 * s->seconds : s->seconds;
-    t->metrics.lr = s->lr;
-    t->metrics.loss_last = s->loss;
-    t->metrics.seconds += s->seconds;
-    t->metrics.total_fallbacks = fallback_total();
-    if (s->stats) t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, s->stats->pct_at_max);
-    if (s->stats) {
-        t->metrics.gate_layers_collapsed = s->stats->layers_collapsed;
-        t->metrics.gate_layers_shut = s->stats->layers_shut;
-    }
-    if (s->step == 1) t->metrics.loss_first = s->loss;
-    if (wanted) {
-        t->metrics.toks_per_s_p50 = median_rate(t);
-        refresh_memory(t);
-        print_step(t, s);
-    }
-    t->metrics.tokens = t->tokens;
-    metrics_prepare(t->metrics_path, &t->metrics);
-    dump_step(s->step + 1);
-    return ok && write_step(t, s, rate, f) && (!wanted || write_layers(t, s, f)) &&
-           judge_step(t, s, rate, f);
-}
-
-bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
-    double begin = clock_ms();
-    bool ok = end_step(t, s, f);
-    double files = clock_ms() - begin;
-    t->files_ms += files;
-    t->stats_ms += s->stats_ms;
-    t->steps_ms += s->seconds * 1e3 + files;
-    return ok;
-}
-
 void telemetry_beside(telemetry *t, double seconds) {
     t->beside += seconds;
     t->metrics.seconds += seconds;
@@ -749,8 +519,8 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     stop_watch(t);
     the_one = NULL;
     metrics_disarm();
-    refresh_memory(t);
-    t->metrics.toks_per_s_p50 = median_rate(t);
+    telemetry_refresh_memory(t);
+    t->metrics.toks_per_s_p50 = telemetry_median_rate(t);
     if (t->is_first_rank || (exit_code == 1 && !files_exist(t->metrics_path)))
         ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
     if (t->training.on && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;

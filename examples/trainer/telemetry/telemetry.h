@@ -1,6 +1,7 @@
 /* telemetry.h - what a run writes into out_dir while it goes, and says on the terminal: the CSVs,
    heartbeats, TensorBoard's files, metrics.json, the log line, a sign of life at least every 10 s.
-   Twin: telemetry.c. What is written once at the start is train_report.c's. */
+   Twins: telemetry.c (the run), telemetry_step.c (a step). What is written once at the start is
+   train_report.c's. */
 #ifndef TELEMETRY_H
 #define TELEMETRY_H
 
