@@ -35,6 +35,9 @@ for code in (0, 2, 3, 129, 130, 143):
     check(fake(code, 77) == (1, code), code, fake(code, 77))
 check(fake(1, 1, 0) == (3, 0), "a failure is repeated")
 check(fake(209, 211, 0) == (3, 0), "so is a kill, and a crash")
+for name, code in (("nowhere", 127), ("count", 126)):
+    run = subprocess.run([script, "--wait=60", str(runs.root / name)], timeout=PATIENCE, stderr=subprocess.PIPE, text=True)
+    check(run.returncode == code and name in run.stderr, "no program is not waited for", run)
 check(subprocess.run([script], stderr=subprocess.DEVNULL).returncode == 2, "no trainer")
 
 # Told to end: the trainer saves, and both end.
