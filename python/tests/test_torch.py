@@ -1316,6 +1316,8 @@ class Operators(unittest.TestCase):
             for stride, rows_of_k in (1, k), (4, k[:, :T // 4]):
                 yield torch.ops.nsa.score_blocks.default, (q.detach(), rows_of_k.detach(), None, *straight, T, 0, "relu", "max",
                                                            stride, scores, text)
+        for pool, weights in ("max", None), ("mean", rows(B, T, H, dtype=dtype)):
+            yield torch.ops.nsa.score_lists.default, (q, k, weights, blocks, *straight, T, 0, "relu", pool, 1, text)
         scores = rows(B, T, HK, 4, dtype=dtype, grad=False)
         yield torch.ops.nsa.rank_queries.default, (scores, None, None, None, T, 0, text)
         yield torch.ops.nsa.merge.default, tuple(rows(*shape, dtype=dtype) for shape in
