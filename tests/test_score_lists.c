@@ -28,6 +28,7 @@ static const list_case list_cases[] = {
      .forced = NSA_FORCED_TAIL},
     {.shape = "T > w, one block more", .act = NSA_SCORE_RELU, .weights = 1},
     {.shape = "G 2, D 24", .pool = NSA_POOL_MEAN, .stride = 8, .block = 32, .count = 3},
+    {.shape = "G 80", .act = NSA_SCORE_RELU, .weights = 1},
     {.shape = "varlen four", .weights = 1, .stride = 4, .block = 16, .count = 3},
     {.shape = "varlen four", .act = NSA_SCORE_RELU, .pool = NSA_POOL_MEAN, .weights = 1},
     {.shape = "varlen empty", .act = NSA_SCORE_RELU, .block = 1, .count = 20},
@@ -377,6 +378,12 @@ int main(int argc, char **argv) {
             suite_bit_tests(&s, &d, dtypes[k]);
             suite_nan(&s, &d, dtypes[k]);
         }
+    }
+    if (step > 1) { /* more heads than CUDA brings in at once */
+        const list_case *c = &list_cases[COUNT(list_cases) - 1];
+        nsa_desc d = desc_for(c);
+        suite s = suite_of(c, &d);
+        suite_reference(&s, &d, NSA_REAL_DTYPE, 90);
     }
 #ifdef CHECK_F64
     test_gradients();
