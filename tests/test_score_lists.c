@@ -28,12 +28,12 @@ static const list_case list_cases[] = {
      .forced = NSA_FORCED_TAIL},
     {.shape = "T > w, one block more", .act = NSA_SCORE_RELU, .weights = 1},
     {.shape = "G 2, D 24", .pool = NSA_POOL_MEAN, .stride = 8, .block = 32, .count = 3},
-    {.shape = "G 80", .act = NSA_SCORE_RELU, .weights = 1},
     {.shape = "varlen four", .weights = 1, .stride = 4, .block = 16, .count = 3},
     {.shape = "varlen four", .act = NSA_SCORE_RELU, .pool = NSA_POOL_MEAN, .weights = 1},
     {.shape = "varlen empty", .act = NSA_SCORE_RELU, .block = 1, .count = 20},
     {.shape = "small", .act = NSA_SCORE_RELU, .weights = 1, .list_heads = 1, .mask = NSA_MASK_NONE},
     {.shape = "D 1 / 3", .act = NSA_SCORE_RELU, .weights = 1},
+    {.shape = "few of many", .act = NSA_SCORE_RELU, .weights = 1, .count = 2},
 };
 
 enum { SLOT_Q, SLOT_K, SLOT_BLOCKS, SLOT_SCORES, SLOT_WEIGHTS };
