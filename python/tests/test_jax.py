@@ -211,6 +211,32 @@ class Jax(unittest.TestCase):
         blocks, scores = nj.select_blocks(self.q, k, lse, tokens=T, scores=True, **GEOMETRY)
         np.testing.assert_array_equal(nj.rank_queries(scores, tokens=T, **GEOMETRY), blocks)
 
+    def test_scores_of_lists_have_gradients(self):
+        at = jnp.arange(T)
+        for pool, weights in ("max", ()), ("mean", (rows(B, T, H),)):
+            how = dict(act="relu", pool=pool, **GEOMETRY)
+            lists = nj.score_blocks(self.q, self.k, *weights, **how)
+
+            def plain(q, k, *weights):
+                value = jax.nn.relu(jnp.einsum("bthgd,bshd->bthgs", q.reshape(B, T, HK, H // HK, D), k))
+                for w in weights:
+                    value = value * w.reshape(B, T, HK, H // HK, 1)
+                value = value.sum(3)[:, :, :, None]
+                there = (at // 16 == lists[..., None]) & (at <= at[:, None])[None, :, None, None]
+                mean = (value * there).sum(-1) / jnp.maximum(there.sum(-1), 1)
+                best = jnp.where(there, value, -jnp.inf).max(-1)
+                return jnp.where(there.any(-1), best if pool == "max" else mean, -jnp.inf)
+
+            inputs = self.q, self.k, *weights
+            expected = plain(*inputs)
+            close(jax.jit(lambda q, k, *w: nj.score_lists(q, k, lists, *w, **how))(*inputs), expected)
+            incoming = rows(*expected.shape)
+            found, its = (jax.jit(jax.grad(lambda *x, f=f: jnp.where(expected == -jnp.inf, 0, f(*x) * incoming).sum(),
+                                           argnums=tuple(range(len(inputs)))))(*inputs)
+                          for f in (lambda q, k, *w: nj.score_lists(q, k, lists, *w, **how), plain))
+            for x, y in zip(found, its):
+                close(x, y)
+
     def test_keys_that_stand_for_several_tokens(self):
         for stride, act, pool, weighs, forced, init, local in SCORED:
             k, w = rows(B, T // stride, HK, D), rows(B, T, H) if weighs else None

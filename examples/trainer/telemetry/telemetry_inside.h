@@ -1,5 +1,5 @@
-/* telemetry_inside.h - a run's telemetry, as its two files have it. Twins: telemetry.c (the run: what
-   is opened, watched, closed), telemetry_step.c (a step: its rows, its line, its verdict). Programs
+/* telemetry_inside.h - a run's telemetry, as its two files have it. Twins: telemetry.c (what is
+   opened, watched, closed), telemetry_step.c (a step: its rows, its line, its verdict). Programs
    include telemetry.h, not this. */
 #ifndef TELEMETRY_INSIDE_H
 #define TELEMETRY_INSIDE_H

@@ -39,7 +39,7 @@ from ._pack import (ARRAYS, PHI, Packer, check_int, cmp_count, desc_struct, firs
 from ._refused import refused
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
-           "rank_queries", "rope", "score_blocks", "select_blocks"]
+           "rank_queries", "rope", "score_blocks", "score_lists", "select_blocks"]
 
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "int32": 4}
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
@@ -516,6 +516,51 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
     call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text, stride)
     fixed = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
     return _chosen(call, _SCORE, fixed, dict(q=q, k=k, weights=weights), _lists(q, k.shape[2], text), tokens, scores, text)
+
+
+def _listed_call(function, q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text):
+    """The call, and its struct's fields."""
+    if weights is not None:
+        _expect("weights", weights, *q.shape[:3])
+    _expect("blocks", blocks, *_lists(q, k.shape[2], text).shape)
+    kinds = _abi.Score(act=act, pool=pool)
+    call = _attend_call("score", function, q, k, k, None, arrays, tokens, first, text, stride)
+    return call, dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9, 10))
+def _score_lists(q, k, weights, blocks, arrays, *rest):
+    call, fixed = _listed_call("score_blocks_forward", q, k, weights, blocks, arrays, *rest)
+    call.add(_SCORE, fixed, dict(q=q, k=k, weights=weights, blocks=blocks), dict(scores=_like(q, *blocks.shape, dtype=_real(q))))
+    return call.run(rows=_rows_of(arrays, q))[0]
+
+
+def _score_lists_forward(*arguments):
+    return _score_lists(*arguments), arguments[:5]
+
+
+def _score_lists_backward(*arguments):
+    *rest, (q, k, weights, blocks, arrays), dscores = arguments
+    call, fixed = _listed_call("score_blocks_backward", q, k, weights, blocks, arrays, *rest)
+    there = {name: x for name, x in (("q", q), ("k", k), ("weights", weights)) if x is not None}
+    call.add(_SCORE, fixed, dict(scores=dscores), {name: _like(x) for name, x in there.items()})
+    call.add(_SCORE, fixed, dict(**there, blocks=blocks), {})
+    found = call.run(zero=True, rows=_rows_of(arrays, q))
+    return *found, *[None] * (5 - len(found))
+
+
+_score_lists.defvjp(_score_lists_forward, _score_lists_backward)
+
+
+def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
+                stride: int = 1, begins: Array | None = None, longest: int = 0, first: int | None = None,
+                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None, **options: Any) -> Array:
+    """The scores of score_blocks for blocks that are given, (B, T, Hk, n): what trains a scorer. -inf where an entry is -1
+    or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
+    text, stride, arrays = _options(**options), check_int("stride", stride), (begins, firsts, counts, pages)
+    tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
+    first = first_of(first, q.shape, tokens, arrays)
+    return _score_lists(q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text)
 
 
 def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
