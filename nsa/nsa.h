@@ -752,8 +752,8 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
 /* ==== Private, shared with nsa_cuda.cuh =========================================================
 
-   Host code that both need: what a status can name, the check of one view, RoPE's frequencies, the
-   views of the whole's primitives. */
+   Host code that both need: what a status can name, the check of one view, the arena, RoPE's
+   frequencies, the views of the whole's primitives, the cache's arrays. */
 
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_PARTS)
 #define NSA__SHARED_PARTS
@@ -988,6 +988,50 @@ static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tens
     return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
 }
 
+/* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
+   query is the same code as the call itself. `used` saturates, so that no sum overflows. */
+typedef struct nsa__arena {
+    char *base;
+    size_t used;
+} nsa__arena;
+
+/* Hands out `count` elements, from a multiple of `align` on. A size that does not fit leaves `used`
+   at its largest value, which no workspace can satisfy. */
+static void *nsa__alloc_aligned(nsa__arena *a, int64_t count, size_t size, size_t align) {
+    char *at = a->base ? a->base + a->used : NULL;
+    if ((uint64_t)count > (SIZE_MAX - a->used - align) / size) {
+        a->used = SIZE_MAX - align;
+        return at;
+    }
+    a->used += ((size_t)count * size + align - 1) / align * align;
+    return at;
+}
+
+/* An arena whose base is the workspace's first multiple of `align`. */
+static nsa__arena nsa__arena_aligned(void *workspace, size_t align) {
+    size_t skew = (align - (size_t)((uintptr_t)workspace % align)) % align;
+    nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
+    return a;
+}
+
+static int nsa__list_heads(const nsa_desc *d) {
+    return d->list_heads ? d->list_heads : d->kv_heads;
+}
+
+/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
+static unsigned nsa__floats(void) {
+    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
+}
+static unsigned nsa__real_dtypes(void) {
+    return 1u << NSA_REAL_DTYPE;
+}
+
+/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
+   because a tensor that backward does not read is unchecked. */
+static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
+    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
+}
+
 /* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the
    others are set so that they break no rule. Blocks are forced in no list that is given. */
 enum {
@@ -1141,32 +1185,18 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
     }
 }
 
-/* Which fields a status names. The chain passes other names than its primitives do, because its
-   views are fields of nsa_attention. */
-typedef struct nsa__attend_fields {
-    int q, k, v, out, lse, blocks;
-} nsa__attend_fields;
-
-static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
-                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
-
-typedef struct nsa__gate_fields {
-    int logits, cmp, slc, win, out;
-} nsa__gate_fields;
-
-static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
-                                                 NSA__AT_win, NSA__AT_out};
-
-/* The chain's field names: q is one view for all branches, the rest is each branch's own. */
-static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
-                                                  NSA__AT_v_cmp_out, NSA__AT_out_cmp,
-                                                  NSA__AT_lse_cmp,   NSA__AT_blocks};
-static const nsa__attend_fields nsa__chain_slc = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
-                                                  NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
-static const nsa__attend_fields nsa__chain_win = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
-                                                  NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
-static const nsa__gate_fields nsa__chain_gate = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
-                                                 NSA__AT_out_win, NSA__AT_out};
+/* The chain's names of its primitives' views, in the order of views.h: q is one view for all
+   branches, the rest is each branch's own. */
+static const int nsa__chain_cmp[] = {NSA__AT_q,       NSA__AT_k_cmp_out, NSA__AT_v_cmp_out,
+                                     NSA__AT_out_cmp, NSA__AT_lse_cmp,   NSA__AT_blocks};
+static const int nsa__chain_slc[] = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
+                                     NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
+static const int nsa__chain_win[] = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
+                                     NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
+static const int nsa__chain_select[] = {NSA__AT_q,      NSA__AT_k_cmp_out, NSA__AT_lse_cmp,
+                                        NSA__AT_scores, NSA__AT_p_cmp,     NSA__AT_blocks};
+static const int nsa__chain_gate[] = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
+                                      NSA__AT_out_win, NSA__AT_out};
 
 /* The chain's views as its primitives see them; for a gradient struct, their gradients. */
 typedef struct nsa__chain {
@@ -1229,7 +1259,301 @@ enum {
     NSA__SUMS
 };
 
+/* One of a cache's arrays: what it holds, how many rows, how they are indexed. */
+typedef struct nsa__cache_part {
+    nsa_tensor *rows; /* the cache's view */
+    int64_t count;    /* rows of a sequence */
+    int width;        /* numbers of a row */
+    int ring;         /* rows of a ring, 0 for straight arrays */
+} nsa__cache_part;
+
+enum {
+    NSA__PART_K_SLC,
+    NSA__PART_V_SLC,
+    NSA__PART_K_WIN,
+    NSA__PART_V_WIN,
+    NSA__PART_K_RAW,
+    NSA__PART_V_RAW,
+    NSA__PART_K_CMP,
+    NSA__PART_V_CMP,
+    NSA__PARTS,
+    NSA__INPUTS = NSA__PART_K_CMP /* the first ones, which a step appends to */
+};
+
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
+    return (int)(rows > 1 ? rows : 1);
+}
+
+/* The table of the cache's arrays, in the order of the enum. */
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
+}
+
+/* The new rows of x in the order of the parts that they are appended to. */
+static void nsa__cache_inputs(const nsa_attention *x, nsa_tensor inputs[NSA__INPUTS]) {
+    const nsa_tensor all[NSA__INPUTS] = {x->k_slc, x->v_slc,   x->k_win,
+                                         x->v_win, x->k_cmp.x, x->v_cmp.x};
+    memcpy(inputs, all, sizeof all);
+}
+
+/* A step sees what came before it, through one list for each kv head, and knows its own rows. */
+static nsa_status nsa__check_decodes(const nsa_desc *d) {
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
+}
+
+/* The widths of phi in a chain; `check` is that of one phi. */
+static nsa_status nsa__chain_check_sizes(const nsa_attention *x, const nsa_desc *d,
+                                         nsa_status (*check)(const nsa_compress *x,
+                                                             const nsa_desc *d, int base)) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(check(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(check(&x->v_cmp, d, NSA__TO_V_CMP));
+    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
+    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+}
+
+/* What backward is not computed for: pages, and if `whole` sequences at positions of their own. */
+static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
+}
+
 #endif /* NSA__SHARED_PARTS */
+
+/* ==== Private, shared with nsa_cuda.cuh: the tensors of each public struct =======================
+
+   A row a tensor: no check can forget one. nsa.h and nsa_cuda.cuh walk these tables, each with its
+   own idea of shapes. Not here: phi's parameters (compress.h), what a list holds (lists.h). */
+
+#if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_VIEWS)
+#define NSA__SHARED_VIEWS
+
+/* Rows: of queries by heads, gates or lists, or of keys. Then the numbers of a row. */
+enum { NSA__OF_HEADS, NSA__OF_GATES, NSA__OF_LISTS, NSA__OF_KEYS };
+enum {
+    NSA__WIDE_DIM,
+    NSA__WIDE_DIM_V,
+    NSA__WIDE_ONE,
+    NSA__WIDE_GATES,
+    NSA__WIDE_LIST,
+    NSA__WIDE_SLC,
+    NSA__WIDE_CMP
+};
+/* What is read piece by piece, numbers one by one, gates, reals, lists: decides the dtypes. */
+enum { NSA__AS_ROWS, NSA__AS_NUMBERS, NSA__AS_GATES, NSA__AS_REALS, NSA__AS_INTS };
+enum {
+    NSA__READ = 0,
+    NSA__WRITTEN = 1, /* by forward; backward reads it */
+    NSA__FORWARD = 2, /* backward does not look at it */
+    NSA__OPTIONAL = 4 /* it may be absent */
+};
+enum { NSA__NONE, NSA__GIVEN, NSA__GIVEN_LSE, NSA__ADDED }; /* of dx: what becomes of it */
+
+typedef struct nsa__view {
+    size_t offset;
+    unsigned char rows, width, as, use, gradient;
+    int field;
+} nsa__view;
+
+#define NSA__VIEW(of, name, rows, width, as, use, gradient)                             \
+    {                                                                                   \
+        offsetof(nsa_##of, name), NSA__OF_##rows, NSA__WIDE_##width, NSA__AS_##as, use, \
+            NSA__##gradient, NSA__AT_##name                                             \
+    }
+
+enum { NSA__ATTEND_VIEWS = 6 }; /* the last one is for slc alone */
+static const nsa__view nsa__attend_views[NSA__ATTEND_VIEWS] = {
+    NSA__VIEW(attend, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attend, k, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attend, v, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attend, out, HEADS, DIM_V, ROWS, NSA__WRITTEN, GIVEN),
+    NSA__VIEW(attend, lse, HEADS, ONE, REALS, NSA__WRITTEN, GIVEN_LSE),
+    NSA__VIEW(attend, blocks, LISTS, LIST, INTS, NSA__READ, NONE)};
+
+enum { NSA__MERGE_VIEWS = 6 };
+static const nsa__view nsa__merge_views[NSA__MERGE_VIEWS] = {
+    NSA__VIEW(merge, out_a, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(merge, out_b, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(merge, lse_a, HEADS, ONE, REALS, NSA__READ, ADDED),
+    NSA__VIEW(merge, lse_b, HEADS, ONE, REALS, NSA__READ, ADDED),
+    NSA__VIEW(merge, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN),
+    NSA__VIEW(merge, lse, HEADS, ONE, REALS, NSA__WRITTEN | NSA__FORWARD, GIVEN_LSE)};
+
+enum { NSA__SELECT_VIEWS = 6 };
+static const nsa__view nsa__select_views[NSA__SELECT_VIEWS] = {
+    NSA__VIEW(select, q, HEADS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(select, k, KEYS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(select, lse, HEADS, ONE, REALS, NSA__READ, NONE),
+    NSA__VIEW(select, scores, LISTS, SLC, REALS, NSA__WRITTEN | NSA__OPTIONAL, NONE),
+    NSA__VIEW(select, p_cmp, LISTS, CMP, REALS, NSA__WRITTEN | NSA__OPTIONAL, NONE),
+    NSA__VIEW(select, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE)};
+
+enum { NSA__SCORE_VIEWS = 5 };
+static const nsa__view nsa__score_views[NSA__SCORE_VIEWS] = {
+    NSA__VIEW(score, q, HEADS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(score, k, KEYS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(score, weights, HEADS, ONE, NUMBERS, NSA__OPTIONAL, NONE),
+    NSA__VIEW(score, scores, LISTS, SLC, REALS, NSA__WRITTEN | NSA__OPTIONAL, NONE),
+    NSA__VIEW(score, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE)};
+
+/* The same struct where its lists are given. */
+static const nsa__view nsa__listed_views[NSA__SCORE_VIEWS] = {
+    NSA__VIEW(score, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(score, k, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(score, weights, HEADS, ONE, NUMBERS, NSA__OPTIONAL, ADDED),
+    NSA__VIEW(score, blocks, LISTS, LIST, INTS, NSA__READ, NONE),
+    NSA__VIEW(score, scores, LISTS, LIST, REALS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
+
+enum { NSA__RANK_VIEWS = 2 };
+static const nsa__view nsa__rank_views[NSA__RANK_VIEWS] = {
+    NSA__VIEW(rank, scores, LISTS, SLC, NUMBERS, NSA__READ, NONE),
+    NSA__VIEW(rank, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE)};
+
+enum { NSA__GATE_VIEWS = 5 };
+static const nsa__view nsa__gate_views[NSA__GATE_VIEWS] = {
+    NSA__VIEW(gate, logits, GATES, GATES, GATES, NSA__READ, ADDED),
+    NSA__VIEW(gate, cmp, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(gate, slc, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(gate, win, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(gate, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
+
+/* What the whole has beside its primitives' views and phi's: its gradients. */
+enum { NSA__ATTENTION_VIEWS = 7 };
+static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
+    NSA__VIEW(attention, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, k_slc, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, v_slc, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, k_win, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, v_win, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, gates, GATES, GATES, GATES, NSA__READ, ADDED),
+    NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
+#undef NSA__VIEW
+
+/* What shapes are, and how rows are checked that are read in pieces. */
+typedef struct nsa__side {
+    nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
+    nsa__shape (*keys)(const nsa_desc *d, int64_t width);
+    nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
+    nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
+                       int field);
+} nsa__side;
+
+/* A call's views. */
+typedef struct nsa__checked {
+    const nsa__side *side;
+    const nsa_desc *d;
+    unsigned rows;     /* dtypes of rows */
+    int forward;       /* 0: backward */
+    int compressed;    /* keys are compressed blocks */
+    int sums;          /* a gradient of a row that tokens, heads or sequences share is the sum */
+    const int *fields; /* NULL, or the views' names where they are fields of another struct */
+} nsa__checked;
+
+static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
+    const nsa_desc *d = c->d;
+    const int heads[] = {d->heads, d->gate_heads, nsa__list_heads(d)};
+    const int widths[] = {d->dim,
+                          d->dim_v,
+                          1,
+                          3,
+                          nsa_block_list_width(d),
+                          nsa_slc_count(d, d->tokens),
+                          nsa_cmp_count(d, d->tokens)};
+    if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
+    return (c->compressed ? c->side->cmp : c->side->keys)(d, widths[v->width]);
+}
+
+/* Checks a view of x, or of dx if the field says so. */
+static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const nsa_tensor *x,
+                                unsigned dtypes, int writes, int field) {
+    nsa__shape shape = nsa__view_shape(c, v);
+    if (v->use & NSA__OPTIONAL && !shape.width) return NSA_OK; /* no block is to be had */
+    if (c->sums && writes && field & NSA__GRADIENT) {
+        if (!x->token && shape.rows > 1) shape.rows = 1;
+        if (!x->head) shape.heads = 1;
+        if (!x->batch && shape.batch > 1) shape.batch = 1;
+    }
+    if (v->as == NSA__AS_GATES) return nsa__check_gates(x, c->d, shape, dtypes, writes, field);
+    return (v->as == NSA__AS_ROWS ? c->side->rows : nsa__check_view)(x, shape, dtypes, writes,
+                                                                     field);
+}
+
+static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
+    const unsigned dtypes[] = {c->rows, nsa__floats(), nsa__floats(), nsa__real_dtypes(),
+                               NSA__INTS};
+    return dtypes[v->as];
+}
+
+/* The view in a struct of the table. */
+static const nsa_tensor *nsa__view_in(const void *of, const nsa__view *v) {
+    return (const nsa_tensor *)(const void *)((const char *)of + v->offset);
+}
+
+/* The first n views of a struct x. */
+static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views, int n,
+                                   const void *x) {
+    for (int i = 0; i < n; i++) {
+        const nsa__view *v = &views[i];
+        const nsa_tensor *view = nsa__view_in(x, v);
+        if (v->use & NSA__FORWARD && !c->forward) continue;
+        if (v->use & NSA__OPTIONAL && !view->data) continue;
+        NSA__CHECK(nsa__check_by(c, v, view, nsa__view_dtypes(c, v),
+                                 v->use & NSA__WRITTEN && c->forward,
+                                 c->fields ? c->fields[i] : v->field));
+    }
+    return NSA_OK;
+}
+
+/* The gradients in dx: first those that are given, then those that are asked for. */
+static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *views, int n,
+                                       const void *dx, const void *x) {
+    for (int adds = 0; adds < 2; adds++)
+        for (int i = 0; i < n; i++) {
+            const nsa__view *v = &views[i];
+            const nsa_tensor *of = nsa__view_in(x, v), *to = nsa__view_in(dx, v);
+            const int field = v->field | NSA__GRADIENT;
+            if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
+            if (v->gradient == NSA__GIVEN)
+                NSA__CHECK(
+                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | nsa__real_dtypes(), 0, field));
+            else if (v->gradient == NSA__GIVEN_LSE)
+                NSA__CHECK(nsa__check_lse_gradient(to, of, nsa__view_shape(c, v)));
+            else if (to->data)
+                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(of), 1, field));
+        }
+    return NSA_OK;
+}
+
+static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *x,
+                                    const nsa_desc *d) {
+    static const int fields[NSA__INPUTS] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
+                                            NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
+    nsa_tensor inputs[NSA__INPUTS];
+    nsa__cache_inputs(x, inputs);
+    for (int i = 0; i < NSA__INPUTS; i++) {
+        const nsa__shape shape = {d->batch, d->count, d->kv_heads, i % 2 ? d->dim_v : d->dim};
+        NSA__CHECK(side->rows(&inputs[i], shape, nsa__floats(), 0, fields[i]));
+    }
+    return NSA_OK;
+}
+
+#endif /* NSA__SHARED_VIEWS */
 
 /* ==== Implementation ============================================================================
 
@@ -1704,11 +2028,6 @@ static int nsa__window_end(const nsa_desc *d, int tokens, int query) {
     return d->mask == NSA_MASK_NONE ? (int)nsa__min(end, query + ahead) : end;
 }
 
-/* Heads that have block lists. */
-static int nsa__list_heads(const nsa_desc *d) {
-    return d->list_heads ? d->list_heads : d->kv_heads;
-}
-
 /* The weight of p_cmp[cmp] in p_slc[slc], Eq. 9: tokens that both blocks cover, in strides. The
    paper's double sum over (m, n) counts the same, if its indices begin at 1. */
 NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
@@ -2124,12 +2443,6 @@ NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
     return nsa_check_pages(d, NULL);
 }
 
-/* What backward is not computed for: pages, and if `whole` sequences at positions of their own. */
-static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
-    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
-}
-
 /* A view's shape: (batch, rows, heads, width), or one sequence of all packed rows. */
 static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_rows, int64_t heads,
                                 int64_t width) {
@@ -2193,30 +2506,20 @@ static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t 
     return shape;
 }
 
-/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
-static unsigned nsa__floats(void) {
-    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
-}
-static unsigned nsa__real_dtypes(void) {
-    return 1u << NSA_REAL_DTYPE;
-}
-
-/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
-   because a tensor that backward does not read is unchecked. */
-static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
-    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
-}
-
 /* Checks a gradient that is asked for. */
 static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
                                       int field) {
     if (!dx->data) return NSA_OK;
     return nsa__check_view(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
 }
-static nsa_status nsa__check_gate_gradient(const nsa_tensor *dx, const nsa_tensor *x,
-                                           const nsa_desc *d, nsa__shape shape, int field) {
-    if (!dx->data) return NSA_OK;
-    return nsa__check_gates(dx, d, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+
+static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
+                                   nsa__check_view};
+
+/* The views of a call under their own names. */
+static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
+    const nsa__checked c = {&nsa__cpu, d, nsa__floats(), forward, compressed, 0, NULL};
+    return c;
 }
 
 /* ---- Sequences, workspace -----------------------------------------------------------------------
@@ -2293,36 +2596,16 @@ static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
     nsa__seq_set(d, s);
 }
 
-/* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
-   query is the same code as the call itself. `used` saturates, so that no sum overflows. */
-typedef struct nsa__arena {
-    char *base;
-    size_t used;
-} nsa__arena;
-
 enum { NSA__ALIGN = 64 }; /* bytes: a cache line, and the widest vector */
 
-/* Hands out `count` elements, from a multiple of NSA__ALIGN on. A size that does not fit leaves
-   `used` at its largest value, which no workspace can satisfy. */
 static void *nsa__alloc(nsa__arena *a, int64_t count, size_t size) {
-    char *at = a->base ? a->base + a->used : NULL;
-    if ((uint64_t)count > (SIZE_MAX - a->used - NSA__ALIGN) / size) {
-        a->used = SIZE_MAX - NSA__ALIGN;
-        return at;
-    }
-    a->used += ((size_t)count * size + NSA__ALIGN - 1) / NSA__ALIGN * NSA__ALIGN;
-    return at;
+    return nsa__alloc_aligned(a, count, size, NSA__ALIGN);
 }
-
 static nsa_real *nsa__alloc_reals(nsa__arena *a, int64_t count) {
     return (nsa_real *)nsa__alloc(a, count, sizeof(nsa_real));
 }
-
-/* An arena whose base is the workspace's first multiple of NSA__ALIGN. */
 static nsa__arena nsa__arena_at(void *workspace) {
-    uintptr_t skew = (NSA__ALIGN - (uintptr_t)workspace % NSA__ALIGN) % NSA__ALIGN;
-    nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
-    return a;
+    return nsa__arena_aligned(workspace, NSA__ALIGN);
 }
 
 /* Threads that the caller asks for: desc.threads, or what OpenMP offers. */
@@ -6196,6 +6479,167 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
     return NSA_OK;
 }
 
+/* ---- Gate ---------------------------------------------------------------------------------------
+   Twin: kernels/gate.cuh. Not here: the gate of backward's dout (attend_backward.h). */
+
+typedef struct nsa__gate_job {
+    const nsa_gate *x, *dx;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
+    const nsa_tensor
+        *delta_out; /* NULL, or the chain's backward: dout . out of every row, by branch */
+    nsa__seq seq;
+} nsa__gate_job;
+
+/* out = sum_i g[i] branch[i] of query t of the sequence and one head. */
+static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
+    int64_t batch = p->seq.batch, at = p->seq.row + t;
+    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real g[3], row[4][NSA__MAX_DIM];
+    const nsa_real *x[3];
+    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
+    nsa__gate_weights(d->gate, g);
+    for (int i = 0; i < 3; i++) {
+        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
+        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
+        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
+        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
+        x[i] = row[i];
+    }
+    if (nsa__rows_of_reals(out, dim_v)) {
+        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
+    } else {
+        p->tiles->gate(wide, g, x, row[3]);
+        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
+    }
+}
+
+enum { NSA__GATE_TOKENS = 16 };
+
+/* out of some tokens and all heads. */
+static void nsa__gate_forward_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
+    (void)scratch;
+    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
+}
+
+/* dg of one token and gate head, and the branches' gradients of its query heads:
+   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
+   branch[i]. */
+static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
+                                    const nsa_real g[3], nsa_real dg[3]) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
+    int sharers = d->heads / d->gate_heads;
+    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
+    for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
+        for (int i = 0; i < 3; i++) {
+            if (p->dx->logits.data) {
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                          d->dim_v);
+                dg[i] += nsa__dot(dout, row, wide);
+            }
+            if (dbranch[i]->data)
+                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
+                         d->dim_v);
+        }
+    }
+}
+
+/* The same dg from what the branches' backward leaves. */
+static void nsa__gate_add_delta(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
+    int sharers = p->d->heads / p->d->gate_heads;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        const nsa_real *delta = (const nsa_real *)nsa__row(p->delta_out, p->seq.batch, at, h);
+        for (int i = 0; i < 3; i++) dg[i] += delta[i];
+    }
+}
+
+/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
+   without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
+static void nsa__gate_backward_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
+    const nsa_desc *d = p->d;
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
+    (void)scratch;
+    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->gate_heads; h++) {
+            nsa_real g[3], dg[3] = {0, 0, 0};
+            int64_t at = p->seq.row + t;
+            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
+            nsa__gate_weights(d->gate, g);
+            if (p->delta_out)
+                nsa__gate_add_delta(p, at, h, dg);
+            else
+                nsa__gate_backward_head(p, at, h, g, dg);
+            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+            for (int i = 0; i < 3; i++) {
+                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+            }
+            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+        }
+}
+
+/* Runs the job for every sequence: backward if it has a dx. */
+static void nsa__gate_run(nsa__gate_job p) {
+    nsa__team team = {nsa__threads(p.d), NULL, 0};
+    for (p.seq = nsa__seq_begin(p.d); p.seq.nth < p.d->batch; nsa__seq_next(p.d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
+                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+}
+
+/* A job without the chain's parts. */
+static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa__gate_job p;
+    memset(&p, 0, sizeof p);
+    p.dx = dx;
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.pairs = nsa__pairs_of(d);
+    return p;
+}
+
+static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
+                                  const int *fields) {
+    nsa__checked c = nsa__checked_of(d, forward, 0);
+    c.fields = fields;
+    return nsa__check_views(&c, nsa__gate_views, NSA__GATE_VIEWS, x);
+}
+
+NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__gate_check(x, d, 1, NULL));
+    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    const nsa__checked c = nsa__checked_of(d, 0, 0);
+    NSA__CHECK(nsa__gate_check(x, d, 0, NULL));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
+    nsa__gate_run(nsa__gate_job_make(dx, x, d));
+    return NSA_OK;
+}
+
 /* ---- Compression --------------------------------------------------------------------------------
    Twin: kernels/compress.cuh. Not here: how many compressed rows there are (index.h). */
 
@@ -6736,15 +7180,21 @@ static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, con
     p->tiles = nsa__tiles_of(d->isa);
 }
 
-/* `ring` and `appends`: see nsa__compress_job. */
+/* Which blocks are computed: all, or those that appended tokens complete, whose rows lie straight
+   (0) or in a ring of so many (above 0). */
+enum { NSA__FROM_START = -1 };
+static int nsa__compress_from(const nsa_desc *d) {
+    return d->firsts ? 0 : NSA__FROM_START;
+}
+
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   int ring, int appends, void *workspace, size_t bytes) {
+                                   int from, void *workspace, size_t bytes) {
     nsa__compress_job p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_init(&p, dx, x, d);
-    p.ring = ring;
-    p.appends = appends;
+    p.ring = (int)nsa__max(0, from);
+    p.appends = from != NSA__FROM_START;
     (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
@@ -6769,7 +7219,7 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
                                         size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     NSA__CHECK(nsa__compress_check(x, d, 1, 0));
-    return nsa__compress_go(NULL, x, d, 0, d->firsts != NULL, workspace, bytes);
+    return nsa__compress_go(NULL, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
@@ -6786,7 +7236,7 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
     NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
-    return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
+    return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
 }
 
 /* ---- Block lists: ranking, form -----------------------------------------------------------------
@@ -7226,6 +7676,30 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
+/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
+static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
+                                      nsa__packed *paired) {
+    const nsa__matrix pairs = {paired, o->wide, 1, NULL};
+    if (!o->pairs) return rows;
+    o->pairs->pair_rows(n, o->wide, &rows, paired);
+    return pairs;
+}
+
+/* p or ds, the left operand of such products: in pairs rounded, times factor of the row, to pairs
+   by key. They also go to `by_row`, if it is there; what is multiplied along a row is returned. */
+static const nsa__packed *nsa__round_left(const nsa__operand *o, const nsa__scored *x, ptrdiff_t ld,
+                                          const nsa_real *factor, nsa_real *s,
+                                          nsa__packed *by_row) {
+    if (!o->pairs) return s;
+    o->pairs->round_pairs(x->rows, x->n, ld, x->row, factor, s, by_row);
+    return by_row;
+}
+
+/* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
+static int nsa__takes_factor(const nsa__operand *o) {
+    return !o->pairs;
+}
+
 /* What so many rows are to such a product: rows, or pairs of them. */
 static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
     return o->pairs ? rows / 2 : rows;
@@ -7279,9 +7753,8 @@ typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
     int ring;                 /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
     int64_t *reads;           /* NULL, or of each query and kv head: how many keys it has read */
-    const nsa_gate
-        *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
-    const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
+    const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
+                                  g times that, and gate->delta_out gets dout . out */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -8632,7 +9105,7 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real logits[3];
-    nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
+    nsa__load_gates(logits, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
     return nsa__gate_weight(d->gate, logits, (int)p->branch);
 }
@@ -8643,16 +9116,14 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride, g = nsa__backward_gate(f, job, r);
-    if (p->v.pairs) {
-        f->gate[r] = g;
-        if (nsa__is_finite((double)g)) return 1;
-        f->gate[r] = 0;
-    } else {
+    if (nsa__takes_factor(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
-    f->nonfinite[r] = 1;
-    return 0;
+    const int finite = nsa__is_finite((double)g);
+    f->gate[r] = finite ? g : 0;
+    if (!finite) f->nonfinite[r] = 1;
+    return (nsa_real)finite;
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -8670,7 +9141,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
         nsa__load(out, of_out->dtype, row, dim_v);
         memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
     }
-    if (p->v.pairs || f->nonfinite[r]) {
+    if (!nsa__takes_factor(&p->v) || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
         memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
         dout = again;
@@ -8682,7 +9153,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__attend_options *options = &p->options;
+    const nsa__gate_job *gate = p->options.gate;
     nsa__tile_iter_begin(&f->iter, job, task);
     f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
@@ -8693,13 +9164,13 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     nsa__load_queries(job, &f->iter, &p->dx->out, &p->v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         nsa_real dot = nsa__backward_dot(f, job, r);
-        if (options->dots)
-            ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
-        if (options->gate) dot *= nsa__backward_scale(f, job, r);
+        if (gate && gate->delta_out)
+            ((nsa_real *)nsa__query_row(job, &f->iter, gate->delta_out, r))[p->branch] = dot;
+        if (gate) dot *= nsa__backward_scale(f, job, r);
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (options->gate && !p->v.pairs) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
+    if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
@@ -8724,48 +9195,33 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     }
 }
 
-/* In pairs p or ds of a batch becomes pairs by row, times the gate; `by_row`, which may be NULL,
-   gets pairs by key. */
-static void nsa__backward_round(const nsa__backward *f, const nsa__attend_plan *p,
-                                const nsa__batch *b, nsa_real *x, nsa__packed *by_row) {
-    const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    if (!p->v.pairs) return;
-    p->v.pairs->round_pairs(b->rows, b->end - b->begin, p->stride_p, b->row, gate, x, by_row);
-}
-
-/* Rows of a batch of q or dout as a product over them takes them. */
-static nsa__matrix nsa__backward_rows(const nsa__backward *f, const nsa__operand *o,
-                                      const nsa__batch *b, const nsa_real *x) {
-    const nsa__matrix rows = {x, o->stride, 1, b->row}, paired = {f->paired, o->wide, 1, NULL};
-    if (!o->pairs) return rows;
-    o->pairs->pair_rows(b->rows, o->wide, &rows, f->paired);
-    return paired;
-}
-
 /* The gradients' products of a batch from p and ds: dv += p^T dout, dk += ds^T q, dq += ds k */
 static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
                                    const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *k = &p->k, *v = &p->v;
     const int ld = p->stride_p, cut = b->first - b->begin, keys = b->last - b->first;
+    const nsa__scored x = nsa__batch_scored(p, b);
+    const nsa_real *gate = p->options.gate ? f->gate : NULL;
     const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
     if (job->dv) {
         const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
         const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, f->add);
-        nsa__backward_round(f, p, b, f->p, NULL);
-        const nsa__matrix dout = nsa__backward_rows(f, v, b, f->dout);
+        const nsa__matrix by_row = {f->dout, v->stride, 1, b->row};
+        nsa__round_left(v, &x, ld, gate, f->p, NULL);
+        const nsa__matrix dout = nsa__rows_for_over(v, b->rows, by_row, f->paired);
         nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
     }
-    if (job->dk || p->dx->q.data) nsa__backward_round(f, p, b, f->ds, f->ds_rows);
+    const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
         const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, f->add);
-        const nsa__matrix q = nsa__backward_rows(f, k, b, f->q);
+        const nsa__matrix by_row = {f->q, k->stride, 1, b->row};
+        const nsa__matrix q = nsa__rows_for_over(k, b->rows, by_row, f->paired);
         nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
-        const nsa__packed *by_row = k->pairs ? f->ds_rows : f->ds;
-        const nsa__matrix ds = {by_row + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
+        const nsa__matrix ds = {ds_rows + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
         const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
         const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
         nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
@@ -9006,7 +9462,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, NULL};
+static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
@@ -9021,38 +9477,15 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
-    return nsa__traits_of[branch].compressed ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
-}
-
-/* Checks the views of a branch. `lists` 0: block lists are not checked, because the chain's forward
-   has yet to write them. */
+/* Checks the views of a branch, which the chain names by `fields`. `lists` 0: block lists are not
+   checked, because the chain's forward has yet to write them. */
 static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                    int forward, int lists, const nsa__attend_fields *at) {
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(
-        nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
-    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
-    NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
-    if (!nsa__traits_of[branch].lists || !lists) return NSA_OK;
-    nsa_status s = nsa__check_lists(&x->blocks, d, NULL);
-    return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
-}
-
-/* dx.out is read; the other gradients are added to, and may be absent. */
-static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
-                                             const nsa_desc *d, nsa__branch branch,
-                                             const nsa__attend_fields *at) {
-    nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
-    NSA__CHECK(nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q));
-    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k));
-    return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
+                                    int forward, int lists, const int *fields) {
+    const nsa__traits *is = &nsa__traits_of[branch];
+    nsa__checked c = nsa__checked_of(d, forward, is->compressed);
+    c.fields = fields;
+    NSA__CHECK(nsa__check_views(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, x));
+    return is->lists && lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
 }
 
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
@@ -9061,7 +9494,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     d = nsa__branch_desc(d, branch, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
+    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, NULL));
     const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
     return nsa__forward_run(&p, workspace, bytes);
 }
@@ -9074,9 +9507,9 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__check_backward(d, 0));
-    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
-    NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
-    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
+    const nsa__checked c = nsa__checked_of(d, 0, nsa__traits_of[branch].compressed);
+    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, NULL));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__attend_views, NSA__ATTEND_VIEWS, dx, x));
     const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);
 }
@@ -9281,33 +9714,13 @@ static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_de
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
 }
 
-static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__check_view(&x->out_a, out, nsa__floats(), 0, NSA__AT_out_a));
-    NSA__CHECK(nsa__check_view(&x->out_b, out, nsa__floats(), 0, NSA__AT_out_b));
-    NSA__CHECK(nsa__check_view(&x->lse_a, lse, nsa__real_dtypes(), 0, NSA__AT_lse_a));
-    NSA__CHECK(nsa__check_view(&x->lse_b, lse, nsa__real_dtypes(), 0, NSA__AT_lse_b));
-    if (!forward) return NSA_OK;
-    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
-    return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
-}
-
-/* A gradient of a row that tokens, heads or sequences share is the sum over them. */
-static nsa_status nsa__merge_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
-                                            nsa__shape shape, int field) {
-    if (!dx->token && shape.rows > 1) shape.rows = 1;
-    if (!dx->head) shape.heads = 1;
-    if (!dx->batch && shape.batch > 1) shape.batch = 1;
-    return nsa__check_gradient(dx, x, shape, field);
-}
-
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__merge_check(x, d, 1));
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
     nsa__merge_run(NULL, x, d);
     return NSA_OK;
 }
@@ -9318,15 +9731,10 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__merge_check(x, d, 0));
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    nsa__checked c = nsa__checked_of(d, 0, 0);
+    c.sums = 1;
+    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
     nsa__merge_run(dx, x, d);
     return NSA_OK;
 }
@@ -9383,12 +9791,8 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__check_view(&x->scores,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens)),
-                               nsa__floats(), 0, NSA__AT_scores));
-    NSA__CHECK(nsa__check_view(&x->blocks,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                               NSA__INTS, 1, NSA__AT_blocks));
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__rank_views, NSA__RANK_VIEWS, x));
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
     job.x = x;
     job.d = d;
@@ -9492,36 +9896,17 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-/* Scores as an output, which may be absent. */
-static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d) {
-    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens));
-    return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
-                        : NSA_OK;
-}
-static nsa_status nsa__check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
-    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_cmp_count(d, d->tokens));
-    if (!p_cmp->data || !shape.width) return NSA_OK; /* no block is to be had */
-    return nsa__check_view(p_cmp, shape, nsa__real_dtypes(), 1, NSA__AT_p_cmp);
-}
-
-static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
-                                    const nsa__attend_fields *at) {
-    nsa__shape lists = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
-    NSA__CHECK(nsa__check_scores(&x->scores, d));
-    NSA__CHECK(nsa__check_p_cmp(&x->p_cmp, d));
-    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
+static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d, const int *fields) {
+    nsa__checked c = nsa__checked_of(d, 1, 1);
+    c.fields = fields;
+    return nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x);
 }
 
 NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
                                      size_t bytes) {
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
+    NSA__CHECK(nsa__select_check(x, d, NULL));
     return nsa__select_run(x, d, workspace, bytes);
 }
 
@@ -9724,24 +10109,12 @@ static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *
     return d;
 }
 
-static nsa_status nsa__score_inputs_check(const nsa_score *x, const nsa_desc *d) {
+/* Checks the options and the views of a table of nsa_score. */
+static nsa_status nsa__score_check(const nsa__checked *c, const nsa__view *views,
+                                   const nsa_score *x) {
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
-                               nsa__floats(), 0, NSA__AT_k));
-    return x->weights.data ? nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1),
-                                             nsa__floats(), 0, NSA__AT_weights)
-                           : NSA_OK;
-}
-
-static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
-    NSA__CHECK(nsa__score_inputs_check(x, d));
-    NSA__CHECK(nsa__check_scores(&x->scores, d));
-    return nsa__check_view(&x->blocks,
-                           nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                           NSA__INTS, 1, NSA__AT_blocks);
+    return nsa__check_views(c, views, NSA__SCORE_VIEWS, x);
 }
 
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
@@ -9754,7 +10127,8 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
     d = nsa__score_desc(d, x->stride, &own);
     NSA__CHECK(nsa_desc_check(d));
-    NSA__CHECK(nsa__score_check(x, d));
+    const nsa__checked c = nsa__checked_of(d, 1, d->cmp_stride > 1);
+    NSA__CHECK(nsa__score_check(&c, nsa__score_views, x));
     memset(&attend, 0, sizeof attend);
     attend.q = x->q;
     attend.k = x->k;
@@ -9953,18 +10327,10 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
 }
 
 static nsa_status nsa__listed_check(const nsa_score *dx, const nsa_score *x, const nsa_desc *d) {
-    const nsa__shape scores = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
-    NSA__CHECK(nsa__score_inputs_check(x, d));
+    const nsa__checked c = nsa__checked_of(d, !dx, d->cmp_stride > 1);
+    NSA__CHECK(nsa__score_check(&c, nsa__listed_views, x));
     NSA__CHECK(nsa__check_lists(&x->blocks, d, NULL));
-    if (!dx) return nsa__check_view(&x->scores, scores, nsa__real_dtypes(), 1, NSA__AT_scores);
-    NSA__CHECK(nsa__check_view(&dx->scores, scores, nsa__real_dtypes(), 0,
-                               NSA__AT_scores | NSA__GRADIENT));
-    NSA__CHECK(
-        nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), NSA__AT_q));
-    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
-                                   NSA__AT_k));
-    return nsa__check_gradient(&dx->weights, &x->weights, nsa__query_shape(d, d->heads, 1),
-                               NSA__AT_weights);
+    return dx ? nsa__check_gradients(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x) : NSA_OK;
 }
 
 /* Scratch of a thread. */
@@ -10017,175 +10383,6 @@ NSA_API nsa_status nsa_score_blocks_backward(const nsa_score *dx, const nsa_scor
     return nsa__listed_run(dx, x, d, 1, workspace, bytes);
 }
 
-/* ---- Gate ---------------------------------------------------------------------------------------
-   Twin: kernels/gate.cuh. Not here: the gate of backward's dout (attend_backward.h). */
-
-typedef struct nsa__gate_job {
-    const nsa_gate *x, *dx;
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
-    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
-    nsa__seq seq;
-} nsa__gate_job;
-
-/* out = sum_i g[i] branch[i] of query t of the sequence and one head. */
-static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
-    int64_t batch = p->seq.batch, at = p->seq.row + t;
-    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real g[3], row[4][NSA__MAX_DIM];
-    const nsa_real *x[3];
-    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
-    nsa__gate_weights(d->gate, g);
-    for (int i = 0; i < 3; i++) {
-        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
-        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
-        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
-        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-        x[i] = row[i];
-    }
-    if (nsa__rows_of_reals(out, dim_v)) {
-        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
-    } else {
-        p->tiles->gate(wide, g, x, row[3]);
-        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-    }
-}
-
-enum { NSA__GATE_TOKENS = 16 };
-
-/* out of some tokens and all heads. */
-static void nsa__gate_forward_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
-    (void)scratch;
-    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
-}
-
-/* dg of one token and gate head, and the branches' gradients of its query heads:
-   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
-   branch[i]. */
-static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
-                                    const nsa_real g[3], nsa_real dg[3]) {
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
-    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
-    int sharers = d->heads / d->gate_heads;
-    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
-    for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
-    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
-        for (int i = 0; i < 3; i++) {
-            if (p->dx->logits.data) {
-                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
-                          d->dim_v);
-                dg[i] += nsa__dot(dout, row, wide);
-            }
-            if (dbranch[i]->data)
-                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
-                         d->dim_v);
-        }
-    }
-}
-
-/* The same dg from the dots of the branches' backward. */
-static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
-    int sharers = p->d->heads / p->d->gate_heads;
-    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
-        for (int i = 0; i < 3; i++) dg[i] += dot[i];
-    }
-}
-
-/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
-   without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
-    const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
-    (void)scratch;
-    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < d->gate_heads; h++) {
-            nsa_real g[3], dg[3] = {0, 0, 0};
-            int64_t at = p->seq.row + t;
-            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
-            nsa__gate_weights(d->gate, g);
-            if (p->dots)
-                nsa__gate_add_dots(p, at, h, dg);
-            else
-                nsa__gate_backward_head(p, at, h, g, dg);
-            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
-            for (int i = 0; i < 3; i++) {
-                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
-                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-            }
-            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
-        }
-}
-
-/* Runs the job for every sequence: backward if it has a dx. */
-static void nsa__gate_run(nsa__gate_job p) {
-    nsa__team team = {nsa__threads(p.d), NULL, 0};
-    for (p.seq = nsa__seq_begin(p.d); p.seq.nth < p.d->batch; nsa__seq_next(p.d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
-                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
-}
-
-/* A job without the chain's parts. */
-static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa__gate_job p;
-    memset(&p, 0, sizeof p);
-    p.dx = dx;
-    p.x = x;
-    p.d = d;
-    p.tiles = nsa__tiles_of(d->isa);
-    p.pairs = nsa__pairs_of(d);
-    return p;
-}
-
-static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                  const nsa__gate_fields *at) {
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, nsa__floats(), 0, at->logits));
-    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
-    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
-    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
-    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
-}
-
-NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
-    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gate_gradient(&dx->logits, &x->logits, d, logits, NSA__AT_logits));
-    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
-    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
-    nsa__gate_run(nsa__gate_job_make(dx, x, d));
-    return NSA_OK;
-}
-
 /* ---- The whole -------------------------------------------------------------------------------
    Twin: kernels/attention.cuh. Not here: its primitives.
    Forward runs phi of k and v, then cmp with selection, slc, win, and the gate. Each part may
@@ -10194,11 +10391,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
-    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
-    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+    return nsa__chain_check_sizes(x, d, nsa__compress_check_sizes);
 }
 
 /* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
@@ -10208,11 +10401,11 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     nsa__chain c = nsa__chain_of(x);
     NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
     NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
-    return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
+    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, nsa__chain_select));
+    return nsa__gate_check(&c.gate, d, forward, nsa__chain_gate);
 }
 
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
@@ -10263,9 +10456,9 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    const int appends = d->firsts != NULL;
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
+    const int from = nsa__compress_from(d);
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p.views.gate, d));
     return NSA_OK;
@@ -10279,16 +10472,17 @@ typedef struct nsa__sum {
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
-/* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
-   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots
+/* The workspace of backward: | sums | delta_out | dk_cmp | dv_cmp | the primitives' own |. The
+   branches run for a few kv heads of one sequence at a time, so that the sum of dq and delta_out
    need memory for those heads alone. */
 typedef struct nsa__chain_gradient {
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor dots;           /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor delta_out;      /* of every row of these heads: dout . out by branch, for the gate */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
-    size_t own;                /* bytes before it */
-    int kv_heads;              /* of a run */
+    size_t rest_bytes;
+    size_t own;   /* bytes before it */
+    int kv_heads; /* of a run */
 } nsa__chain_gradient;
 
 static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
@@ -10395,8 +10589,8 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         sum->owner = 1;
         sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
     }
-    const nsa__shape dots = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
-    if (dx->gates.data) g->dots = nsa__alloc_tensor(a, dots);
+    const nsa__shape delta = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
+    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, delta);
     g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
     g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
@@ -10434,23 +10628,14 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
 
 static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
                                                 const nsa_desc *d) {
-    nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               queries = nsa__query_shape(d, d->heads, d->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q));
+    const nsa__checked c = nsa__checked_of(d, 0, 0);
+    NSA__CHECK(nsa__check_gradients(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, dx, x));
     NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
-    NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
-    nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
-    return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
+    return nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
 /* The view x from a row and head on, which become row 0 and head 0. */
-static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t head) {
     if (x.data) x.data = nsa__row(&x, batch, row, head);
     return x;
 }
@@ -10479,17 +10664,6 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* One branch of the heads of a gate job. */
-static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
-                                             const nsa_attend *dx, const nsa__gate_job *gate,
-                                             nsa__branch branch, const nsa_desc *whole,
-                                             size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole);
-    p.options.gate = gate->x;
-    p.options.dots = gate->dots;
-    return nsa__backward_run(&p, g->rest, bytes);
-}
-
 /* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
 static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
                                 const nsa_desc *slice, const nsa__chain_at *at) {
@@ -10504,7 +10678,7 @@ static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, 
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads, size_t bytes) {
+                                            const nsa__chain_at *at, int kv_heads) {
     const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
     const nsa__chain c = nsa__chain_of(x);
@@ -10522,7 +10696,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     all.out = dx->out;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
     dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.dots = dx->gates.data ? &g->dots : NULL;
+    gate.delta_out = dx->gates.data ? &g->delta_out : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
     for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
         nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
@@ -10530,10 +10704,11 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
         all.v = dv[branch];
         dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
         if (q->owner) dviews.q = q->view;
-        NSA__CHECK(
-            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, d, bytes));
+        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, (nsa__branch)branch, d);
+        p.options.gate = &gate;
+        NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
-    if (gate.dots) nsa__gate_run(gate);
+    if (gate.delta_out) nsa__gate_run(gate);
     dq.clear = 0;
     if (q->owner) nsa__flush_run(&dq, d);
     return NSA_OK;
@@ -10558,23 +10733,21 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
 
 /* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
    win. */
-static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
-                                               const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
-                                               void *workspace, size_t bytes) {
+static nsa_status nsa__chain_compress_backward(const nsa__chain_gradient *g, const nsa_compress *dx,
+                                               const nsa_compress *x, const nsa_desc *d,
+                                               nsa_tensor dout, nsa_tensor to) {
     nsa_compress gradient = *dx;
     gradient.out = dout;
     gradient.x = to;
-    return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
+    return nsa__compress_go(&gradient, x, d, NSA__FROM_START, g->rest, g->rest_bytes);
 }
 
 /* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
    dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
    last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
-                                              const nsa_attention *x, const nsa_desc *d,
-                                              size_t bytes) {
+                                              const nsa_attention *x, const nsa_desc *d) {
     const nsa__sum *sum = g->sum;
-    nsa_status s;
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
@@ -10584,14 +10757,14 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
             int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, bytes));
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads));
         }
-    NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
-                                            sum[NSA__SUM_K_CMP].view, g->rest, bytes));
-    s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
-                                     g->rest, bytes);
-    if (s == NSA_OK) nsa__chain_flush(g, d);
-    return s;
+    NSA__CHECK(nsa__chain_compress_backward(g, &dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
+                                            sum[NSA__SUM_K_CMP].view));
+    NSA__CHECK(nsa__chain_compress_backward(g, &dx->v_cmp, &x->v_cmp, d, g->dv_cmp,
+                                            sum[NSA__SUM_V_CMP].view));
+    nsa__chain_flush(g, d);
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
@@ -10607,8 +10780,8 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     a = nsa__arena_at(workspace);
     nsa__chain_gradient_layout(&g, dx, d, &a);
-    return nsa__attention_backward_run(&g, dx, x, d,
-                                       bytes - (size_t)((char *)g.rest - (char *)workspace));
+    g.rest_bytes = bytes - (size_t)((char *)g.rest - (char *)workspace);
+    return nsa__attention_backward_run(&g, dx, x, d);
 }
 
 /* ---- Decoding --------------------------------------------------------------------------------
@@ -10626,53 +10799,9 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
    and no further. A rewind only sets the length; rows behind it are overwritten when tokens come
    again. */
 
-/* One of the cache's arrays: what it holds, how many rows, how they are indexed. */
-typedef struct nsa__cache_part {
-    nsa_tensor *rows; /* the cache's view */
-    int64_t count;    /* rows of a sequence */
-    int width;        /* numbers of a row */
-    int ring;         /* rows of a ring, 0 for straight arrays */
-} nsa__cache_part;
-
-enum {
-    NSA__PART_K_SLC,
-    NSA__PART_V_SLC,
-    NSA__PART_K_WIN,
-    NSA__PART_V_WIN,
-    NSA__PART_K_RAW,
-    NSA__PART_V_RAW,
-    NSA__PART_K_CMP,
-    NSA__PART_V_CMP,
-    NSA__PARTS
-};
-
-/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
-   fewer tokens needs no more rows than tokens. */
-static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
-    return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
-}
-
-/* The table of the cache's arrays, in the order of the enum. */
-static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
-    const nsa_desc *d = &c->desc;
-    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
-    int win = nsa__ring_rows(d, window, c->max_rewind);
-    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
-    int cmp = nsa_cmp_count(d, d->tokens);
-    const nsa__cache_part table[NSA__PARTS] = {
-        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
-        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
-        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
-        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
-    memcpy(parts, table, sizeof table);
-}
-
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
-    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
-    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    NSA__CHECK(nsa__check_decodes(d));
     if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
@@ -10804,11 +10933,6 @@ typedef struct nsa__decode_job {
     nsa__decode_result *results; /* of every task */
 } nsa__decode_job;
 
-static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
-    if (x.data) x.data = nsa__row(&x, batch, 0, head);
-    return x;
-}
-
 /* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
    keys up to them; its share of the heads. */
 static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
@@ -10834,49 +10958,39 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
     nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
                            &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__of_batch(*views[i], b, group * head);
-    one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
-    one.blocks = nsa__of_batch(one.blocks, b, head);
-    one.k_slc = nsa__of_batch(cache->k_slc, b, head);
-    one.v_slc = nsa__of_batch(cache->v_slc, b, head);
-    one.k_win = nsa__of_batch(cache->k_win, b, head);
-    one.v_win = nsa__of_batch(cache->v_win, b, head);
-    one.k_cmp.x = nsa__of_batch(cache->k_raw, b, head);
-    one.v_cmp.x = nsa__of_batch(cache->v_raw, b, head);
-    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b, head);
-    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b, head);
+        *views[i] = nsa__view_at(*views[i], b, 0, group * head);
+    one.gates = nsa__view_at(one.gates, b, 0, (int64_t)d->gate_heads / d->kv_heads * head);
+    one.blocks = nsa__view_at(one.blocks, b, 0, head);
+    one.k_slc = nsa__view_at(cache->k_slc, b, 0, head);
+    one.v_slc = nsa__view_at(cache->v_slc, b, 0, head);
+    one.k_win = nsa__view_at(cache->k_win, b, 0, head);
+    one.v_win = nsa__view_at(cache->v_win, b, 0, head);
+    one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
+    one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
+    one.k_cmp.out = nsa__view_at(cache->k_cmp, b, 0, head);
+    one.v_cmp.out = nsa__view_at(cache->v_cmp, b, 0, head);
     for (int i = 0; i < 2; i++) {
         nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
                                     &phis[i]->b2};
         for (size_t j = 0; j < sizeof parameters / sizeof *parameters; j++)
-            *parameters[j] = nsa__of_batch(*parameters[j], 0, head);
+            *parameters[j] = nsa__view_at(*parameters[j], 0, 0, head);
     }
     return one;
-}
-
-/* The new rows of x in the order of the cache's first six parts. */
-static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[6]) {
-    inputs[NSA__PART_K_SLC] = &x->k_slc;
-    inputs[NSA__PART_V_SLC] = &x->v_slc;
-    inputs[NSA__PART_K_WIN] = &x->k_win;
-    inputs[NSA__PART_V_WIN] = &x->v_win;
-    inputs[NSA__PART_K_RAW] = &x->k_cmp.x;
-    inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
 }
 
 /* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
    */
 static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
     nsa__cache_part parts[NSA__PARTS];
-    const nsa_tensor *inputs[6];
+    nsa_tensor inputs[NSA__INPUTS];
     nsa_real row[NSA__MAX_DIM];
     nsa__cache_parts(p->cache, parts);
-    nsa__decode_inputs(p->x, inputs);
-    for (int i = 0; i < 6; i++)
+    nsa__cache_inputs(p->x, inputs);
+    for (int i = 0; i < NSA__INPUTS; i++)
         for (int t = 0; t < d->count; t++)
             for (int h = head; h < head + d->kv_heads; h++) {
                 int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
-                nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
+                nsa__load(row, inputs[i].dtype, nsa__row(&inputs[i], b, t, h), parts[i].width);
                 nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
                            parts[i].width);
             }
@@ -10896,13 +11010,13 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     nsa_status s = NSA_OK;
     nsa__cache_parts(&copy, parts);
     int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, 1, workspace, bytes);
+    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, workspace, bytes);
     if (s == NSA_OK && begin < end)
-        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
+        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL},
-                              of_slc = {NULL, 0, reads + each, NULL, NULL},
-                              of_win = {NULL, win, reads + 2 * each, NULL, NULL};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL},
+                              of_slc = {NULL, 0, reads + each, NULL},
+                              of_win = {NULL, win, reads + 2 * each, NULL};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
@@ -10989,26 +11103,18 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
 /* Checks the views of the chain over the cache's arrays, then those of the new rows. */
 static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
                                           int count) {
-    static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
-                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
-    const nsa_tensor *inputs[6];
     nsa_desc d = cache->desc;
     d.count = (int)nsa__min(count, d.tokens);
     nsa_attention all = nsa__decode_views(x, cache, 0, 0);
     nsa__chain c = nsa__chain_of(&all);
     NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
     NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win));
-    NSA__CHECK(nsa__select_check(&c.select, &d, &nsa__chain_cmp));
-    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate));
-    nsa__decode_inputs(x, inputs);
-    for (int i = 0; i < 6; i++) {
-        nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
-        NSA__CHECK(nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i]));
-    }
-    return NSA_OK;
+    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, nsa__chain_win));
+    NSA__CHECK(nsa__select_check(&c.select, &d, nsa__chain_select));
+    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, nsa__chain_gate));
+    return nsa__check_inputs(&nsa__cpu, x, &d);
 }
 
 /* At most max_rewind + 1 tokens come at once. All are appended before the first of them attends,

@@ -16,8 +16,7 @@ LINES = {"tiles.inl": 720}  # of a file; 750 elsewhere
 PARAMETERS = 6
 LONG = {
     "NSA__T(columns)": 8, "NSA__T(piece)": 8, "NSA__T(product)": 8, "NSA__T(round_pairs)": 7,
-    "nsa__chain_branch_backward": 7, "nsa__chain_compress_backward": 7, "nsa__chain_heads_backward": 7,
-    "nsa__compress_go": 7, "nsa_decode": 7}
+    "nsa_decode": 7}
 # Where a branch may be told from another: its rule for spans, and its row of traits.
 SPANS = {"nsa__span", "nsa__span_begin", "nsa__span_end"}
 FUNCTION = re.compile(r"^(?:static|NSA_API|NSA__\w+)\b[^;={}()]*(?:\([^()]*\)[^;={}()]*)??"

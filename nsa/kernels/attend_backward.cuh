@@ -625,7 +625,7 @@ template <typename T, int DK, int DV> struct nsa__cuda_dkv_launch {
 /* ---- Calls --------------------------------------------------------------------------------- */
 
 /* cmp: how many parts a sequence may have; the others' tiles are not shared out. */
-static void nsa__cuda_plan_parts(nsa__cuda_attend_params *params, nsa__cuda_arena *arena) {
+static void nsa__cuda_plan_parts(nsa__cuda_attend_params *params, nsa__arena *arena) {
     const nsa_desc *d = &params->d;
     const int64_t least = nsa__cuda_ceil_div(NSA__CMP_PART_ROWS, params->group);
     params->max_parts = 1;
@@ -638,7 +638,7 @@ static void nsa__cuda_plan_parts(nsa__cuda_attend_params *params, nsa__cuda_aren
 }
 
 static void nsa__cuda_backward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
-                                    nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
+                                    nsa__cuda_branch_keys branch, nsa__arena *arena) {
     nsa__cuda_attend_plan(params, d, branch, arena);
     params->rows_of = nsa__cuda_query_extent_of(d, d->count, 1, 1, 0);
     params->rows = nsa__cuda_take<nsa__cuda_row_terms>(arena, params->rows_of.total * d->heads);
@@ -652,20 +652,6 @@ static void nsa__cuda_backward_plan(nsa__cuda_attend_params *params, const nsa_d
     params->chunk_rows = nsa__cuda_gather_rows(params);
     params->partial_out = nsa__cuda_take<float>(arena, params->chunk_rows.total * d->heads *
                                                            params->list_width * d->dim);
-}
-
-static nsa_status nsa__cuda_attend_check_gradient(const nsa_attend *dx, const nsa_attend *x,
-                                                  const nsa_desc *d, nsa__cuda_branch_keys branch,
-                                                  const nsa__attend_fields *at) {
-    const unsigned dtypes = 1u << x->q.dtype | 1u << NSA_F32;
-    NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_query_shape(d, d->heads, d->dim_v), dtypes,
-                                    0, at->out | NSA__GRADIENT));
-    NSA__CHECK(
-        nsa__cuda_check_gradient(&dx->q, &x->q, nsa__cuda_query_shape(d, d->heads, d->dim), at->q));
-    NSA__CHECK(
-        nsa__cuda_check_gradient(&dx->k, &x->k, nsa__cuda_branch_shape(d, branch, d->dim), at->k));
-    return nsa__cuda_check_gradient(&dx->v, &x->v, nsa__cuda_branch_shape(d, branch, d->dim_v),
-                                    at->v);
 }
 
 /* dq of one branch, whose row terms are there. */
@@ -716,10 +702,10 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__cuda_check_backward(d, false));
-    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 0, &nsa__attend_names));
-    NSA__CHECK(nsa__cuda_attend_check_gradient(dx, x, d, branch, &nsa__attend_names));
-    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__cuda_query_shape(d, d->heads, 1)));
+    NSA__CHECK(nsa__check_backward(d, 0));
+    const nsa__checked c = nsa__cuda_attend_checked(x, d, branch, 0);
+    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 0, NULL));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__attend_views, NSA__ATTEND_VIEWS, dx, x));
     nsa_status s = nsa__cuda_check_workspace(
         nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_attend_backward_run(dx, x, d, branch, workspace, stream) : s;

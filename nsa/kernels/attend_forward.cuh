@@ -135,7 +135,7 @@ template <typename T, int DK, int DV> struct nsa__cuda_forward_launch {
 /* ---- Calls --------------------------------------------------------------------------------- */
 
 static void nsa__cuda_forward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
-                                   nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
+                                   nsa__cuda_branch_keys branch, nsa__arena *arena) {
     nsa__cuda_attend_plan(params, d, branch, arena);
     params->chunk = nsa__cuda_gather_chunk(params, d->dim_v + 3);
     if (!params->chunk) return;
@@ -169,7 +169,7 @@ static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *
     d = nsa__cuda_branch_desc(d, branch, &own);
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 1, &nsa__attend_names));
+    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 1, NULL));
     nsa_status s = nsa__cuda_check_workspace(
         nsa__cuda_attend_bytes(d, branch, nsa__cuda_forward_plan), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_attend_forward_run(x, d, branch, workspace, stream) : s;

@@ -766,13 +766,13 @@ static nsa_status nsa__cuda_attend_choose(const Params &params, cudaStream_t str
 
 /* The workspace that forward and backward share, dealt out; the size query is the same code. */
 static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
-                                  nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
+                                  nsa__cuda_branch_keys branch, nsa__arena *arena) {
     const int64_t keys = branch == NSA__KEYS_CMP ? nsa_cmp_count(d, d->tokens) : d->tokens;
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     memset(params, 0, sizeof *params);
     params->d = nsa__cuda_all_queries(d);
     params->branch = branch;
-    params->lists = branch == NSA__KEYS_SLC ? nsa__cuda_list_heads(d) / d->kv_heads : 1;
+    params->lists = branch == NSA__KEYS_SLC ? nsa__list_heads(d) / d->kv_heads : 1;
     params->spread = 1;
     params->group = d->heads / d->kv_heads / params->lists;
     params->list_width = nsa_block_list_width(d);
@@ -788,7 +788,7 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_des
 }
 
 typedef void nsa__cuda_attend_planner(nsa__cuda_attend_params *, const nsa_desc *,
-                                      nsa__cuda_branch_keys, nsa__cuda_arena *);
+                                      nsa__cuda_branch_keys, nsa__arena *);
 
 static const nsa_desc *nsa__cuda_branch_desc(const nsa_desc *d, nsa__cuda_branch_keys branch,
                                              nsa_desc *own) {
@@ -802,7 +802,7 @@ static const nsa_desc *nsa__cuda_branch_desc(const nsa_desc *d, nsa__cuda_branch
 static size_t nsa__cuda_attend_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch,
                                      nsa__cuda_attend_planner *plan) {
     nsa__cuda_attend_params params;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
+    nsa__arena arena = nsa__cuda_arena_at(NULL);
     nsa_desc own;
     d = nsa__cuda_branch_desc(d, branch, &own);
     if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
@@ -816,7 +816,7 @@ static nsa__cuda_attend_params nsa__cuda_attend_params_of(const nsa_desc *d,
                                                           nsa__cuda_attend_planner *plan,
                                                           void *workspace) {
     nsa__cuda_attend_params params;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(workspace);
+    nsa__arena arena = nsa__cuda_arena_at(workspace);
     plan(&params, d, branch, &arena);
     return params;
 }
@@ -843,30 +843,19 @@ static nsa_status nsa__cuda_attend_prepare(nsa__cuda_attend_params *params, cuda
                                        dim3(32 * NSA__SCAN_WARPS), 0, stream, scan));
 }
 
-static nsa__shape nsa__cuda_branch_shape(const nsa_desc *d, nsa__cuda_branch_keys branch,
-                                         int width) {
-    return branch == NSA__KEYS_CMP ? nsa__cuda_cmp_shape(d, width) : nsa__cuda_key_shape(d, width);
-}
-
 /* One dtype for all; what the lists hold is not looked at. */
+static nsa__checked nsa__cuda_attend_checked(const nsa_attend *x, const nsa_desc *d,
+                                             nsa__cuda_branch_keys branch, int forward) {
+    return nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), forward,
+                                branch == NSA__KEYS_CMP);
+}
 static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
                                          nsa__cuda_branch_keys branch, int forward,
-                                         const nsa__attend_fields *at) {
-    const nsa__shape q = nsa__cuda_query_shape(d, d->heads, d->dim);
-    const nsa__shape out = nsa__cuda_query_shape(d, d->heads, d->dim_v);
-    const nsa__shape lse = nsa__cuda_query_shape(d, d->heads, 1);
-    nsa_status s = nsa__cuda_check_rows(&x->q, q, NSA__CUDA_DTYPES, 0, at->q);
-    if (s != NSA_OK || d->count == 0) return s;
-    const unsigned same = 1u << x->q.dtype;
-    NSA__CHECK(
-        nsa__cuda_check_rows(&x->k, nsa__cuda_branch_shape(d, branch, d->dim), same, 0, at->k));
-    NSA__CHECK(
-        nsa__cuda_check_rows(&x->v, nsa__cuda_branch_shape(d, branch, d->dim_v), same, 0, at->v));
-    NSA__CHECK(nsa__cuda_check_rows(&x->out, out, same, forward, at->out));
-    NSA__CHECK(nsa__check_view(&x->lse, lse, 1u << NSA_F32, forward, at->lse));
-    if (branch != NSA__KEYS_SLC) return NSA_OK;
-    return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
-                           0, at->blocks);
+                                         const int *fields) {
+    nsa__checked c = nsa__cuda_attend_checked(x, d, branch, forward);
+    const int views = branch == NSA__KEYS_SLC ? NSA__ATTEND_VIEWS : NSA__ATTEND_VIEWS - 1;
+    c.fields = fields;
+    return d->count ? nsa__check_views(&c, nsa__attend_views, views, x) : NSA_OK;
 }
 
 #endif

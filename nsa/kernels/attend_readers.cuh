@@ -144,8 +144,7 @@ static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_params p
 }
 
 /* Room for the readers among `count` queries. A list has at most an entry for each block. */
-static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
-                                   nsa__cuda_arena *arena) {
+static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count, nsa__arena *arena) {
     const nsa_desc *d = &params->d;
     nsa__cuda_block_readers *r = &params->readers;
     const int blocks = nsa_slc_count(d, d->tokens);
@@ -183,7 +182,7 @@ static nsa__cuda_extent nsa__cuda_reader_tiles(const nsa__cuda_attend_params *pa
 }
 
 /* Where the parts of blocks that have more than one leave their sums. */
-static void nsa__cuda_plan_slots(nsa__cuda_attend_params *params, nsa__cuda_arena *arena) {
+static void nsa__cuda_plan_slots(nsa__cuda_attend_params *params, nsa__arena *arena) {
     const nsa_desc *d = &params->d;
     if (params->readers.slots.total)
         params->partial_dkv = nsa__cuda_take<float>(

@@ -9,16 +9,9 @@
 #include "gate.cuh"
 #include "select_blocks.cuh"
 
-static const nsa__cuda_select_fields nsa__cuda_chain_select = {NSA__AT_q, NSA__AT_k_cmp_out,
-                                                               NSA__AT_lse_cmp, NSA__AT_blocks};
-
 static nsa_status nsa__cuda_attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
     NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__cuda_compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__cuda_compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
-    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
-    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+    return nsa__chain_check_sizes(x, d, nsa__cuda_compress_check_sizes);
 }
 
 static nsa_status nsa__cuda_attention_check(const nsa_attention *x, const nsa_desc *d,
@@ -27,11 +20,11 @@ static nsa_status nsa__cuda_attention_check(const nsa_attention *x, const nsa_de
     const nsa__chain c = nsa__chain_of(x);
     NSA__CHECK(nsa__cuda_compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
     NSA__CHECK(nsa__cuda_compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__cuda_attend_check(&c.cmp, d, NSA__KEYS_CMP, forward, &nsa__chain_cmp));
-    NSA__CHECK(nsa__cuda_attend_check(&c.slc, d, NSA__KEYS_SLC, forward, &nsa__chain_slc));
-    NSA__CHECK(nsa__cuda_attend_check(&c.win, d, NSA__KEYS_WIN, forward, &nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__cuda_select_check(&c.select, d, &nsa__cuda_chain_select));
-    return nsa__cuda_gate_check(&c.gate, d, forward, &nsa__chain_gate);
+    NSA__CHECK(nsa__cuda_attend_check(&c.cmp, d, NSA__KEYS_CMP, forward, nsa__chain_cmp));
+    NSA__CHECK(nsa__cuda_attend_check(&c.slc, d, NSA__KEYS_SLC, forward, nsa__chain_slc));
+    NSA__CHECK(nsa__cuda_attend_check(&c.win, d, NSA__KEYS_WIN, forward, nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__cuda_select_check(&c.select, d, nsa__chain_select));
+    return nsa__cuda_gate_check(&c.gate, d, forward, nsa__chain_gate);
 }
 
 static size_t nsa__cuda_most(const size_t *sizes, size_t n) {
@@ -91,7 +84,7 @@ struct nsa__cuda_chain_gradient {
 static bool nsa__cuda_chain_adds_once(const nsa_tensor to[NSA__SUMS], int i, const nsa_desc *d) {
     if (i == NSA__SUM_Q) {
         nsa__cuda_attend_params slc;
-        nsa__cuda_arena none = {NULL, 0};
+        nsa__arena none = {NULL, 0};
         nsa__cuda_backward_plan(&slc, d, NSA__KEYS_SLC, &none);
         return slc.chunk == 0;
     }
@@ -103,7 +96,7 @@ static bool nsa__cuda_chain_adds_once(const nsa_tensor to[NSA__SUMS], int i, con
 
 /* A view of (B, rows, heads, width) in workspace, one of every `stride` tokens; packed rows are
    numbered below B * tokens, and below what desc.rows says. */
-static nsa_tensor nsa__cuda_take_tensor(nsa__cuda_arena *a, const nsa_desc *d, nsa_dtype dtype,
+static nsa_tensor nsa__cuda_take_tensor(nsa__arena *a, const nsa_desc *d, nsa_dtype dtype,
                                         int64_t rows, int stride, int64_t heads, int64_t width) {
     const int64_t all = nsa__cuda_extent_of(d, rows, 1, stride, 0).total;
     nsa_tensor x;
@@ -118,7 +111,7 @@ static nsa_tensor nsa__cuda_take_tensor(nsa__cuda_arena *a, const nsa_desc *d, n
 
 static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa_attention *dx,
                                           const nsa_attention *x, const nsa_desc *d,
-                                          nsa__cuda_arena *a) {
+                                          nsa__arena *a) {
     const nsa_tensor to[NSA__SUMS] = {dx->q,     dx->k_cmp.x, dx->v_cmp.x, dx->k_slc,
                                       dx->v_slc, dx->k_win,   dx->v_win};
     const int query_rows = d->begins ? d->tokens : d->count;
@@ -151,7 +144,7 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
     }
     g->zero_bytes = a->used - first;
     g->rest = a->base ? a->base + a->used : NULL;
-    nsa__cuda_arena compress = *a;
+    nsa__arena compress = *a;
     const nsa__cuda_branch_keys branches[3] = {NSA__KEYS_CMP, NSA__KEYS_SLC, NSA__KEYS_WIN};
     for (int i = 0; i < 3; i++) nsa__cuda_backward_plan(&g->branch[i], d, branches[i], a);
     const size_t parts[] = {nsa__cuda_compress_bytes(&x->k_cmp, d, 1),
@@ -164,7 +157,7 @@ extern "C" size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention
                                                              const nsa_attention *x,
                                                              const nsa_desc *d) {
     nsa__cuda_chain_gradient g;
-    nsa__cuda_arena a = {NULL, 0};
+    nsa__arena a = {NULL, 0};
     if (nsa__cuda_attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
     return nsa__cuda_arena_bytes(&a);
@@ -172,26 +165,10 @@ extern "C" size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention
 
 static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
                                                      const nsa_attention *x, const nsa_desc *d) {
-    const nsa__shape keys = nsa__cuda_key_shape(d, d->dim);
-    const nsa__shape values = nsa__cuda_key_shape(d, d->dim_v);
-    const struct {
-        const nsa_tensor *dx, *x;
-        nsa__shape shape;
-        int field;
-    } views[] = {{&dx->q, &x->q, nsa__cuda_query_shape(d, d->heads, d->dim), NSA__AT_q},
-                 {&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc},
-                 {&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc},
-                 {&dx->k_win, &x->k_win, keys, NSA__AT_k_win},
-                 {&dx->v_win, &x->v_win, values, NSA__AT_v_win}};
-    nsa_status s = nsa__cuda_check_rows(&dx->out, nsa__cuda_query_shape(d, d->heads, d->dim_v),
-                                        NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
-    for (size_t i = 0; s == NSA_OK && i < sizeof views / sizeof *views; i++)
-        s = nsa__cuda_check_gradient(views[i].dx, views[i].x, views[i].shape, views[i].field);
-    if (s == NSA_OK) s = nsa__cuda_compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP);
-    if (s == NSA_OK) s = nsa__cuda_compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
-    if (s != NSA_OK || !dx->gates.data) return s;
-    return nsa__check_gates(&dx->gates, d, nsa__cuda_query_shape(d, d->gate_heads, 3),
-                            1u << NSA_F32 | 1u << x->gates.dtype, 1, NSA__AT_gates | NSA__GRADIENT);
+    const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 0, 0);
+    NSA__CHECK(nsa__check_gradients(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, dx, x));
+    NSA__CHECK(nsa__cuda_compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    return nsa__cuda_compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
 /* The branches' parameters, and which of their keys are not finite; win shares slc's answer where
@@ -307,13 +284,13 @@ extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const
                                                   const nsa_desc *d, void *workspace, size_t bytes,
                                                   cudaStream_t stream) {
     NSA__CHECK(nsa__cuda_attention_check(x, d, 0));
-    NSA__CHECK(nsa__cuda_check_backward(d, true));
+    NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__cuda_attention_gradient_check(dx, x, d));
     NSA__CHECK(nsa__cuda_check_workspace(nsa_cuda_attention_backward_workspace_size(dx, x, d),
                                          workspace, bytes));
     nsa__cuda_chain_gradient g;
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
     const nsa__chain c = nsa__chain_of(x);
     if (g.zero_bytes) NSA__CHECK(nsa__cuda_status(nsa__memset(g.zeros, 0, g.zero_bytes, stream)));

@@ -71,20 +71,16 @@ static inline unsigned nsa__cuda_one_dtype(nsa_dtype dtype) {
         break;                                                                     \
     }
 
-static inline int nsa__cuda_list_heads(const nsa_desc *d) {
-    return d->list_heads ? d->list_heads : d->kv_heads;
-}
-
 /* The geometry in which every block list has a kv head of its own, for what makes lists and ranks;
    keys are then shared by nsa__cuda_key_sharers heads. */
 static inline nsa_desc nsa__cuda_by_list(const nsa_desc *d) {
     nsa_desc by = *d;
-    by.kv_heads = nsa__cuda_list_heads(d);
+    by.kv_heads = nsa__list_heads(d);
     by.list_heads = 0;
     return by;
 }
 static inline int nsa__cuda_key_sharers(const nsa_desc *d) {
-    return nsa__cuda_list_heads(d) / d->kv_heads;
+    return nsa__list_heads(d) / d->kv_heads;
 }
 
 /* The geometry as kernels take it: of a ragged batch `first` counts from each sequence's first
@@ -127,12 +123,6 @@ static inline const nsa_desc *nsa__cuda_rank_desc(const nsa_desc *d, nsa_desc *o
     return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
 }
 
-/* What backward is not computed for, as nsa.h's. */
-static inline nsa_status nsa__cuda_check_backward(const nsa_desc *d, bool whole) {
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
-    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
-}
-
 /* Of packed sequences the host knows neither the rows in all nor the last: two rows stand for
    them. */
 static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, bool packed, int64_t rows,
@@ -148,7 +138,7 @@ static inline nsa__shape nsa__cuda_query_shape(const nsa_desc *d, int64_t heads,
     return nsa__cuda_shape(d, d->begins || d->counts, d->count, heads, width);
 }
 static inline nsa__shape nsa__cuda_list_shape(const nsa_desc *d, int64_t width) {
-    return nsa__cuda_query_shape(d, nsa__cuda_list_heads(d), width);
+    return nsa__cuda_query_shape(d, nsa__list_heads(d), width);
 }
 /* Of keys: one row for every `stride` tokens of a page, or `rows` of a sequence. */
 static inline nsa__shape nsa__cuda_paged_shape(const nsa_desc *d, int64_t rows, int stride,
@@ -180,8 +170,17 @@ static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape sh
 static inline nsa_status nsa__cuda_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
                                                   nsa__shape shape, int field) {
     if (!dx->data) return NSA_OK;
-    const unsigned own = static_cast<unsigned>(x->dtype) > NSA_I32 ? 0u : 1u << x->dtype;
-    return nsa__cuda_check_rows(dx, shape, 1u << NSA_F32 | own, 1, field | NSA__GRADIENT);
+    return nsa__cuda_check_rows(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+}
+
+static const nsa__side nsa__cuda_side = {nsa__cuda_query_shape, nsa__cuda_key_shape,
+                                         nsa__cuda_cmp_shape, nsa__cuda_check_rows};
+
+/* The views of a call; its rows are of `dtypes`. */
+static inline nsa__checked nsa__cuda_checked_of(const nsa_desc *d, unsigned dtypes, int forward,
+                                                int compressed) {
+    const nsa__checked c = {&nsa__cuda_side, d, dtypes, forward, compressed, 0, NULL};
+    return c;
 }
 
 /* A view on the query's side without its first `rows` rows; none stays none. */
@@ -191,33 +190,18 @@ static nsa_tensor nsa__cuda_view_from(nsa_tensor x, int64_t rows) {
     return x;
 }
 
-/* The caller's workspace, dealt out from its start; with base NULL it only counts, so that a size
-   query is the code of the call itself. `used` saturates. */
-struct nsa__cuda_arena {
-    char *base;
-    size_t used;
-};
-
+/* The caller's workspace. */
 enum { NSA__CUDA_ALIGN = 256 };
 
-static inline nsa__cuda_arena nsa__cuda_arena_at(void *workspace) {
-    const uintptr_t skew = (0 - reinterpret_cast<uintptr_t>(workspace)) % NSA__CUDA_ALIGN;
-    nsa__cuda_arena a = {workspace ? static_cast<char *>(workspace) + skew : NULL, 0};
-    return a;
+static inline nsa__arena nsa__cuda_arena_at(void *workspace) {
+    return nsa__arena_aligned(workspace, NSA__CUDA_ALIGN);
 }
-
-template <typename T> static inline T *nsa__cuda_take(nsa__cuda_arena *a, int64_t count) {
-    char *at = a->base ? a->base + a->used : NULL;
-    if (static_cast<uint64_t>(count) > (SIZE_MAX - a->used - 2 * NSA__CUDA_ALIGN) / sizeof(T))
-        a->used = SIZE_MAX - 2 * NSA__CUDA_ALIGN;
-    else
-        a->used += (static_cast<size_t>(count) * sizeof(T) + NSA__CUDA_ALIGN - 1) /
-                   NSA__CUDA_ALIGN * NSA__CUDA_ALIGN;
-    return reinterpret_cast<T *>(at);
+template <typename T> static inline T *nsa__cuda_take(nsa__arena *a, int64_t count) {
+    return static_cast<T *>(nsa__alloc_aligned(a, count, sizeof(T), NSA__CUDA_ALIGN));
 }
 
 /* What a size query returns for an arena that only counted, and the check of what a caller gave. */
-static inline size_t nsa__cuda_arena_bytes(const nsa__cuda_arena *a) {
+static inline size_t nsa__cuda_arena_bytes(const nsa__arena *a) {
     return a->used ? a->used + NSA__CUDA_ALIGN : 0;
 }
 static inline nsa_status nsa__cuda_check_workspace(size_t needed, const void *workspace,

@@ -136,7 +136,7 @@ struct nsa__cuda_filter_plan {
 };
 
 static nsa__cuda_filter_plan nsa__cuda_filter_plan_of(const nsa_compress *x, const nsa_desc *d,
-                                                      int backward, nsa__cuda_arena *a) {
+                                                      int backward, nsa__arena *a) {
     nsa__cuda_filter_plan p;
     p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
     p.chunks =
@@ -166,7 +166,7 @@ static nsa_status nsa__cuda_filter_grid(const nsa_desc *d, int64_t rows, int str
 
 static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc *d,
                                            void *workspace, cudaStream_t stream) {
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 0, &a);
     nsa__cuda_extent blocks;
     dim3 grid;
@@ -181,7 +181,7 @@ static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc
 static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_compress *x,
                                             const nsa_desc *d, void *workspace,
                                             cudaStream_t stream) {
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 1, &a);
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     nsa__cuda_extent blocks;
@@ -288,7 +288,7 @@ static nsa_status nsa__cuda_compress_gradient_check(const nsa_compress *dx, cons
 }
 
 static size_t nsa__cuda_compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward) {
-    nsa__cuda_arena a = {NULL, 0};
+    nsa__arena a = {NULL, 0};
     if (x->phi == NSA_PHI_MLP)
         nsa__cuda_mlp_plan_of(x, d, backward, &a);
     else
@@ -334,7 +334,7 @@ extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const n
                                                  const nsa_desc *d, void *workspace, size_t bytes,
                                                  cudaStream_t stream) {
     NSA__CHECK(nsa__cuda_compress_check(x, d, 0, 0));
-    NSA__CHECK(nsa__cuda_check_backward(d, true));
+    NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
                                     NSA__AT_out | NSA__GRADIENT));

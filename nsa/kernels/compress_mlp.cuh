@@ -58,7 +58,7 @@ static int nsa__cuda_mlp_splits(int64_t m, int64_t n, int heads, int rows) {
 }
 
 static nsa__cuda_mlp_plan nsa__cuda_mlp_plan_of(const nsa_compress *x, const nsa_desc *d,
-                                                int backward, nsa__cuda_arena *a) {
+                                                int backward, nsa__arena *a) {
     const int64_t heads = d->kv_heads, hidden = x->hidden, dim = x->dim;
     const int64_t element = static_cast<int64_t>(nsa__dtype_bytes(x->x.dtype));
     nsa__cuda_mlp_plan p;
@@ -354,7 +354,7 @@ static nsa_status nsa__cuda_mlp_hidden(const nsa_compress *x, const nsa_desc *d,
 template <typename T>
 static nsa_status nsa__cuda_mlp_forward_as(const nsa_compress *x, const nsa_desc *d,
                                            void *workspace, cudaStream_t stream) {
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_mlp_plan p = nsa__cuda_mlp_plan_of(x, d, 0, &a);
     NSA__CHECK(nsa__cuda_mlp_hidden<T>(x, d, &p, NULL, stream));
     const nsa__cuda_gemm_shape shape = {p.rows, x->dim, x->hidden, 1, d->kv_heads, p.count};
@@ -478,7 +478,7 @@ template <typename T>
 static nsa_status nsa__cuda_mlp_backward_as(const nsa_compress *dx, const nsa_compress *x,
                                             const nsa_desc *d, void *workspace,
                                             cudaStream_t stream) {
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_mlp_plan p = nsa__cuda_mlp_plan_of(x, d, 1, &a);
     nsa_status s = nsa__cuda_mlp_dh<T>(dx, x, d, &p, stream);
     if (s == NSA_OK) s = nsa__cuda_mlp_dx<T>(dx, x, d, &p, stream);

@@ -44,8 +44,8 @@ static int nsa__cuda_decode_most(const nsa_cache *cache, int count) {
     return most > 1 ? most : 1;
 }
 
-static nsa_tensor nsa__cuda_decode_packed(nsa__cuda_arena *a, nsa_dtype dtype, int64_t rows,
-                                          int heads, int width) {
+static nsa_tensor nsa__cuda_decode_packed(nsa__arena *a, nsa_dtype dtype, int64_t rows, int heads,
+                                          int width) {
     nsa_tensor x = nsa_tensor_bthd(NULL, dtype, 0, heads, width);
     x.batch = 0;
     x.data =
@@ -55,15 +55,15 @@ static nsa_tensor nsa__cuda_decode_packed(nsa__cuda_arena *a, nsa_dtype dtype, i
 
 static void nsa__cuda_decode_plan_job(nsa__cuda_decode_params *params, const nsa_desc *d,
                                       nsa_dtype dtype, nsa__cuda_branch_keys branch,
-                                      nsa__cuda_arena *a) {
-    nsa__cuda_arena bits = {NULL, 0}; /* the cache has them */
+                                      nsa__arena *a) {
+    nsa__arena bits = {NULL, 0}; /* the cache has them */
     *params = {};
     nsa__cuda_attend_plan(params, d, branch, &bits);
     nsa__cuda_decode_take(params, dtype, a);
 }
 
 static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attention *x,
-                                     const nsa_cache *cache, int count, nsa__cuda_arena *a) {
+                                     const nsa_cache *cache, int count, nsa__arena *a) {
     nsa_desc d = cache->desc;
     const nsa_dtype dtype = x->q.dtype; /* the cache's too */
     static const int32_t packed = 0;
@@ -104,19 +104,12 @@ extern "C" size_t nsa_cuda_decode_workspace_size(const nsa_attention *x, const n
     if (!x || !cache || count < 0 || nsa__cuda_attention_check_sizes(x, &cache->desc) != NSA_OK)
         return 0;
     nsa__cuda_decode_plan p;
-    nsa__cuda_arena a = nsa__cuda_arena_at(NULL);
+    nsa__arena a = nsa__cuda_arena_at(NULL);
     nsa__cuda_decode_plan_of(&p, x, cache, nsa__cuda_decode_most(cache, count), &a);
     return nsa__cuda_arena_bytes(&a);
 }
 
 /* ---- Checks ---------------------------------------------------------------------------------- */
-
-/* The new rows in the order of the cache's first six parts. */
-static void nsa__cuda_decode_new(const nsa_attention *x, nsa_tensor inputs[NSA__CACHE_INPUTS]) {
-    const nsa_tensor all[NSA__CACHE_INPUTS] = {x->k_slc, x->v_slc,   x->k_win,
-                                               x->v_win, x->k_cmp.x, x->v_cmp.x};
-    memcpy(inputs, all, sizeof all);
-}
 
 /* x over the cache's keys. */
 static nsa_attention nsa__cuda_decode_views(const nsa_attention *x, const nsa_cache *cache) {
@@ -134,24 +127,16 @@ static nsa_attention nsa__cuda_decode_views(const nsa_attention *x, const nsa_ca
 
 static nsa_status nsa__cuda_decode_check(const nsa_attention *x, const nsa_cache *cache,
                                          int count) {
-    static const int fields[NSA__CACHE_INPUTS] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
-                                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     nsa_status s = nsa__cuda_attention_check_sizes(x, &cache->desc);
     if (s != NSA_OK) return s;
-    NSA__CHECK(nsa__cuda_check_decodes(&cache->desc));
+    NSA__CHECK(nsa__check_decodes(&cache->desc));
     if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     nsa_desc d = cache->desc;
     d.count = count && d.tokens ? nsa__cuda_decode_most(cache, count) : 0;
     const nsa_attention all = nsa__cuda_decode_views(x, cache);
     if ((s = nsa__cuda_attention_check(&all, &d, 1)) != NSA_OK) return s;
-    nsa_tensor inputs[NSA__CACHE_INPUTS];
-    nsa__cuda_decode_new(x, inputs);
-    for (int i = 0; s == NSA_OK && i < NSA__CACHE_INPUTS; i++) {
-        const nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
-        s = nsa__cuda_check_rows(&inputs[i], shape, NSA__FLOATS, 0, fields[i]);
-    }
-    return s;
+    return nsa__check_inputs(&nsa__cuda_side, x, &d);
 }
 
 /* ---- The step -------------------------------------------------------------------------------- */
@@ -162,13 +147,13 @@ static nsa_status nsa__cuda_decode_append(const nsa_attention *x, nsa_cache *cac
                                           const nsa__cuda_decode_plan *p, nsa_reads *reads,
                                           nsa_status *verdict, cudaStream_t stream) {
     const nsa_desc *d = &cache->desc;
-    nsa__cuda_cache_part parts[NSA__CACHE_PARTS];
-    nsa_tensor from[NSA__CACHE_INPUTS];
+    nsa__cache_part parts[NSA__PARTS];
+    nsa_tensor from[NSA__INPUTS];
     nsa__cuda_decode_inputs inputs = {};
     dim3 grid;
-    nsa__cuda_cache_parts(cache, parts);
-    nsa__cuda_decode_new(x, from);
-    for (int i = 0; i < NSA__CACHE_INPUTS; i++) {
+    nsa__cache_parts(cache, parts);
+    nsa__cache_inputs(x, from);
+    for (int i = 0; i < NSA__INPUTS; i++) {
         inputs.of[i / 2].from[i % 2] = from[i];
         inputs.of[i / 2].rows.to[i % 2] = *parts[i].rows;
         inputs.of[i / 2].rows.ring = parts[i].ring;
@@ -176,8 +161,8 @@ static nsa_status nsa__cuda_decode_append(const nsa_attention *x, nsa_cache *cac
     }
     inputs.of[0].rows.bits = bits->slc;
     inputs.of[1].rows.bits = bits->win;
-    NSA__CHECK(nsa__cuda_decode_put_grid(d, nsa__cuda_decode_most(cache, count),
-                                         NSA__CACHE_INPUTS / 2, &grid));
+    NSA__CHECK(
+        nsa__cuda_decode_put_grid(d, nsa__cuda_decode_most(cache, count), NSA__INPUTS / 2, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_decode_append_kernel, grid,
                                        dim3(NSA__DECODE_THREADS), 0, stream, *cache, inputs, count,
                                        counts, p->step, reads, verdict));
@@ -274,7 +259,7 @@ extern "C" nsa_status nsa_cuda_decode(const nsa_attention *x, nsa_cache *cache, 
     if (!counts && (count > cache->desc.tokens || count - 1 > cache->max_rewind))
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     nsa__cuda_decode_plan p;
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_decode_plan_of(&p, x, cache, nsa__cuda_decode_most(cache, count), &a);
     const nsa__cuda_cache_bits bits = nsa__cuda_cache_bits_of(cache);
     NSA__CHECK(nsa__cuda_decode_append(x, cache, count, counts, &bits, &p, reads, verdict, stream));

@@ -77,8 +77,7 @@ static int64_t nsa__cuda_decode_scores(const nsa_desc *d) {
 }
 
 /* The rows' memory, for any KEYS. */
-static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa_dtype dtype,
-                                  nsa__cuda_arena *a) {
+static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa_dtype dtype, nsa__arena *a) {
     const nsa_desc *d = &params->d;
     const int64_t rows = static_cast<int64_t>(d->batch) * d->count * d->heads;
     int64_t tiles = 0, splits = 0;

@@ -12,7 +12,7 @@
 
 #include "attention.cuh"
 
-enum { NSA__DECODE_THREADS = 128, NSA__CACHE_PARTS = 8, NSA__CACHE_INPUTS = 6 };
+enum { NSA__DECODE_THREADS = 128 };
 
 /* Whether rows are finite, a bit for each key, as attention wants it: kept, because a step must not
    look at every key again. (B, Hk, words); of slc and win by token, of cmp by compressed row. */
@@ -21,46 +21,19 @@ struct nsa__cuda_cache_bits {
     int words, cmp_words;
 };
 
-/* The cache's arrays once: what they hold, how many rows, how they are indexed. The first six are
-   what a step appends. */
-struct nsa__cuda_cache_part {
-    nsa_tensor *rows;
-    int count, width, ring; /* ring: 0 where row t is token t */
-};
-
-static int nsa__cuda_ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
-    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
-    return static_cast<int>(rows > 1 ? rows : 1);
-}
-
-static void nsa__cuda_cache_parts(nsa_cache *c, nsa__cuda_cache_part parts[NSA__CACHE_PARTS]) {
-    const nsa_desc *d = &c->desc;
-    const int64_t window =
-        static_cast<int64_t>(d->window) + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
-    const int win = nsa__cuda_ring_rows(d, window, c->max_rewind);
-    const int raw = nsa__cuda_ring_rows(d, d->cmp_block, c->max_rewind);
-    const int cmp = nsa_cmp_count(d, d->tokens);
-    const nsa__cuda_cache_part all[NSA__CACHE_PARTS] = {
-        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
-        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
-        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
-        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
-    memcpy(parts, all, sizeof all);
-}
-
 /* Sets every pointer of the cache and says where the bits are; with a base of NULL only counts. */
-static nsa__cuda_cache_bits nsa__cuda_cache_lay_out(nsa_cache *c, nsa_dtype dtype,
-                                                    nsa__cuda_arena *a) {
-    nsa__cuda_cache_part parts[NSA__CACHE_PARTS];
+static nsa__cuda_cache_bits nsa__cuda_cache_lay_out(nsa_cache *c, nsa_dtype dtype, nsa__arena *a) {
+    nsa__cache_part parts[NSA__PARTS];
     const nsa_desc *d = &c->desc;
     const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
     const int64_t element = static_cast<int64_t>(nsa__dtype_bytes(dtype));
     c->lengths = nsa__cuda_take<int32_t>(a, d->batch);
     c->newest = nsa__cuda_take<int32_t>(a, d->batch);
-    nsa__cuda_cache_parts(c, parts);
-    for (int i = 0; i < NSA__CACHE_PARTS; i++) {
+    nsa__cache_parts(c, parts);
+    for (int i = 0; i < NSA__PARTS; i++) {
         nsa_tensor *x = parts[i].rows;
-        *x = nsa_tensor_bthd(NULL, dtype, parts[i].count, d->kv_heads, parts[i].width);
+        *x = nsa_tensor_bthd(NULL, dtype, static_cast<int>(parts[i].count), d->kv_heads,
+                             parts[i].width);
         x->data = nsa__cuda_take<char>(a, x->batch * d->batch * element);
     }
     nsa__cuda_cache_bits bits;
@@ -75,17 +48,8 @@ static nsa__cuda_cache_bits nsa__cuda_cache_lay_out(nsa_cache *c, nsa_dtype dtyp
 /* The bits of a cache that was laid out: lengths are its first array. */
 static nsa__cuda_cache_bits nsa__cuda_cache_bits_of(const nsa_cache *cache) {
     nsa_cache copy = *cache;
-    nsa__cuda_arena a = nsa__cuda_arena_at(cache->lengths);
+    nsa__arena a = nsa__cuda_arena_at(cache->lengths);
     return nsa__cuda_cache_lay_out(&copy, cache->k_slc.dtype, &a);
-}
-
-/* A step sees what came before it, through one list for each kv head. */
-static nsa_status nsa__cuda_check_decodes(const nsa_desc *d) {
-    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if (nsa__cuda_list_heads(d) != d->kv_heads)
-        return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
-    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
-    return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
 }
 
 static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
@@ -95,7 +59,7 @@ static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int 
     room.begins = NULL;
     const nsa_status s = nsa__cuda_check_desc(&room);
     if (s != NSA_OK) return s;
-    NSA__CHECK(nsa__cuda_check_decodes(d));
+    NSA__CHECK(nsa__check_decodes(d));
     if (!nsa__cuda_one_dtype(dtype)) return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     if (max_rewind < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind);
     const int64_t rows = static_cast<int64_t>(d->batch) * d->kv_heads;
@@ -107,7 +71,7 @@ static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int 
 extern "C" size_t nsa_cuda_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     if (nsa__cuda_cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
     nsa_cache cache;
-    nsa__cuda_arena a = nsa__cuda_arena_at(NULL);
+    nsa__arena a = nsa__cuda_arena_at(NULL);
     cache.desc = *d;
     cache.max_rewind = max_rewind;
     nsa__cuda_cache_lay_out(&cache, dtype, &a);
@@ -122,7 +86,7 @@ extern "C" nsa_status nsa_cuda_cache_init(nsa_cache *cache, const nsa_desc *d, n
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (!memory || bytes < nsa_cuda_cache_size(d, dtype, max_rewind))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
-    nsa__cuda_arena a = nsa__cuda_arena_at(memory);
+    nsa__arena a = nsa__cuda_arena_at(memory);
     cache->desc = *d;
     cache->desc.first = cache->desc.count = 0;
     cache->desc.begins = NULL;
@@ -189,7 +153,7 @@ struct nsa__cuda_cache_copy {
     int64_t words, rows, from_stride, to_stride;
 };
 struct nsa__cuda_cache_copies {
-    nsa__cuda_cache_copy of[NSA__CACHE_PARTS + 3];
+    nsa__cuda_cache_copy of[NSA__PARTS + 3];
 };
 
 static __global__ void nsa__cuda_cache_fork_kernel(nsa_cache from, int from_sequence, int length,
@@ -238,16 +202,14 @@ static nsa__cuda_cache_copies nsa__cuda_cache_copies_of(nsa_cache *to, int to_se
                                                         const nsa_cache *from, int from_sequence,
                                                         int length) {
     nsa__cuda_cache_copies copies;
-    nsa__cuda_cache_part source[NSA__CACHE_PARTS], target[NSA__CACHE_PARTS];
+    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
     nsa_cache copy = *from;
-    nsa__cuda_cache_parts(&copy, source);
-    nsa__cuda_cache_parts(to, target);
+    nsa__cache_parts(&copy, source);
+    nsa__cache_parts(to, target);
     const int cmp = nsa_cmp_count(&from->desc, length);
-    for (int i = 0; i < NSA__CACHE_PARTS; i++) {
+    for (int i = 0; i < NSA__PARTS; i++) {
         const nsa_tensor *x = source[i].rows, *y = target[i].rows;
-        const int64_t rows = source[i].ring          ? source[i].count
-                             : i < NSA__CACHE_INPUTS ? length
-                                                     : cmp;
+        const int64_t rows = source[i].ring ? source[i].count : i < NSA__INPUTS ? length : cmp;
         const int64_t element = static_cast<int64_t>(nsa__dtype_bytes(x->dtype));
         copies.of[i] = {reinterpret_cast<const uint64_t *>(static_cast<const char *>(x->data) +
                                                            x->batch * from_sequence * element),
@@ -268,13 +230,13 @@ static nsa__cuda_cache_copies nsa__cuda_cache_copies_of(nsa_cache *to, int to_se
                  {a.win, b.win, a.words, b.words},
                  {a.cmp, b.cmp, a.cmp_words, b.cmp_words}};
     for (int i = 0; i < 3; i++)
-        copies.of[NSA__CACHE_PARTS + i] = {
-            bits[i].from + from_sequence * heads * bits[i].from_words,
-            bits[i].to + to_sequence * heads * bits[i].to_words,
-            bits[i].from_words < bits[i].to_words ? bits[i].from_words : bits[i].to_words,
-            heads,
-            bits[i].from_words,
-            bits[i].to_words};
+        copies.of[NSA__PARTS + i] = {bits[i].from + from_sequence * heads * bits[i].from_words,
+                                     bits[i].to + to_sequence * heads * bits[i].to_words,
+                                     bits[i].from_words < bits[i].to_words ? bits[i].from_words
+                                                                           : bits[i].to_words,
+                                     heads,
+                                     bits[i].from_words,
+                                     bits[i].to_words};
     return copies;
 }
 
@@ -290,7 +252,7 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     if (to->lengths + to_sequence != from->lengths + from_sequence)
         s = nsa__cuda_status(
-            NSA_LAUNCH(nsa__cuda_cache_fork_kernel, dim3(64, NSA__CACHE_PARTS + 3),
+            NSA_LAUNCH(nsa__cuda_cache_fork_kernel, dim3(64, NSA__PARTS + 3),
                        dim3(NSA__DECODE_THREADS), 0, stream, *from, from_sequence, length,
                        nsa__cuda_cache_copies_of(to, to_sequence, from, from_sequence, length)));
     if (s != NSA_OK) return s;
@@ -434,7 +396,7 @@ struct nsa__cuda_decode_inputs {
     struct {
         nsa_tensor from[2];
         nsa__cuda_new_rows rows;
-    } of[NSA__CACHE_INPUTS / 2];
+    } of[NSA__INPUTS / 2];
 };
 
 /* The first kernel of a step: whether it is refused, its places, its rows into the cache. Only the

@@ -163,7 +163,7 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS)
 /* The plan of select_blocks.cuh with a ring that holds every key. */
 static nsa__cuda_select_plan nsa__cuda_decode_select_plan(const nsa_desc *d, size_t element,
                                                           int padded, int wide) {
-    nsa__cuda_arena none = {NULL, 0};
+    nsa__arena none = {NULL, 0};
     nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, element, padded, wide, 1, &none);
     const int keys = nsa_cmp_count(d, d->tokens) + 16; /* the last product may reach behind them */
     p.ring = 1;
@@ -174,8 +174,7 @@ static nsa__cuda_select_plan nsa__cuda_decode_select_plan(const nsa_desc *d, siz
 }
 
 /* What a slice needs, whatever kernel it takes. */
-static void nsa__cuda_decode_select_take(nsa__cuda_decode_select_params *params,
-                                         nsa__cuda_arena *a) {
+static void nsa__cuda_decode_select_take(nsa__cuda_decode_select_params *params, nsa__arena *a) {
     const nsa_desc *d = &params->cmp.d;
     const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
     int64_t rows = 0;

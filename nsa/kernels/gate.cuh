@@ -100,14 +100,10 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
 }
 
 static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                       const nsa__gate_fields *at) {
-    const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
-    const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, NSA__FLOATS, 0, at->logits));
-    NSA__CHECK(nsa__cuda_check_rows(&x->cmp, shape, NSA__FLOATS, 0, at->cmp));
-    NSA__CHECK(nsa__cuda_check_rows(&x->slc, shape, NSA__FLOATS, 0, at->slc));
-    NSA__CHECK(nsa__cuda_check_rows(&x->win, shape, NSA__FLOATS, 0, at->win));
-    return forward ? nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, at->out) : NSA_OK;
+                                       const int *fields) {
+    nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, forward, 0);
+    c.fields = fields;
+    return nsa__check_views(&c, nsa__gate_views, NSA__GATE_VIEWS, x);
 }
 
 /* The launches alone, for the entry points and for the chain. */
@@ -137,7 +133,7 @@ extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d
     d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__cuda_gate_check(x, d, 1, &nsa__gate_names));
+    NSA__CHECK(nsa__cuda_gate_check(x, d, 1, NULL));
     return nsa__cuda_gate_forward_run(x, d, {NULL}, stream);
 }
 
@@ -145,22 +141,12 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
                                              const nsa_desc *d, cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__cuda_gate_check(x, d, 0, &nsa__gate_names)) != NSA_OK) return s;
-    const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
-    const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
-    s = nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if (dx->logits.data &&
-        (s = nsa__check_gates(&dx->logits, d, logits, 1u << NSA_F32 | 1u << x->logits.dtype, 1,
-                              NSA__AT_logits | NSA__GRADIENT)) != NSA_OK)
-        return s;
-    if ((s = nsa__cuda_check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
-    if ((s = nsa__cuda_check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
-    if ((s = nsa__cuda_check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
+    const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 0, 0);
+    NSA__CHECK(nsa__cuda_gate_check(x, d, 0, NULL));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
     return nsa__cuda_gate_backward_run(dx, x, d, stream);
 }
 

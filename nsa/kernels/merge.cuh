@@ -98,31 +98,18 @@ static __global__ void nsa__cuda_merge_backward_kernel(nsa_desc d, nsa_merge x, 
     nsa__cuda_merge_put(dx.out_b, dx.lse_b, p, t, m.w[1], m.w[0], -along, dlse, dout);
 }
 
-static nsa_status nsa__cuda_merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
-    const nsa__shape out = nsa__cuda_query_shape(d, d->heads, d->dim_v);
-    const nsa__shape lse = nsa__cuda_query_shape(d, d->heads, 1);
-    nsa_status s = nsa__cuda_check_rows(&x->out_a, out, NSA__FLOATS, 0, NSA__AT_out_a);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_check_rows(&x->out_b, out, NSA__FLOATS, 0, NSA__AT_out_b)) != NSA_OK)
-        return s;
-    if ((s = nsa__check_view(&x->lse_a, lse, 1u << NSA_F32, 0, NSA__AT_lse_a)) != NSA_OK) return s;
-    s = nsa__check_view(&x->lse_b, lse, 1u << NSA_F32, 0, NSA__AT_lse_b);
-    if (s != NSA_OK || !forward) return s;
-    if ((s = nsa__cuda_check_rows(&x->out, out, NSA__FLOATS, 1, NSA__AT_out)) != NSA_OK) return s;
-    return nsa__check_view(&x->lse, lse, 1u << NSA_F32, 1, NSA__AT_lse);
-}
-
 extern "C" nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc *d,
                                              cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__cuda_merge_check(x, d, 1)) != NSA_OK || d->count == 0) return s;
+    const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 1, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
+    if (d->count == 0) return NSA_OK;
     nsa__cuda_teams teams;
     dim3 grid;
-    if ((s = nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid)) != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_merge_forward_kernel, grid,
                                        dim3(NSA__TEAM_THREADS), 0, stream, nsa__cuda_all_queries(d),
                                        *x, teams));
@@ -132,30 +119,16 @@ extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_mer
                                               const nsa_desc *d, cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__cuda_merge_check(x, d, 0)) != NSA_OK) return s;
-    const nsa__shape out = nsa__cuda_query_shape(d, d->heads, d->dim_v);
-    const nsa__shape lse = nsa__cuda_query_shape(d, d->heads, 1);
-    s = nsa__cuda_check_rows(&dx->out, out, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_lse_gradient(&dx->lse, &x->lse, lse)) != NSA_OK) return s;
-    s = nsa__cuda_check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b);
-    if (s != NSA_OK) return s;
-    if (dx->lse_a.data && (s = nsa__check_view(&dx->lse_a, lse, 1u << NSA_F32, 1,
-                                               NSA__AT_lse_a | NSA__GRADIENT)) != NSA_OK)
-        return s;
-    if (dx->lse_b.data && (s = nsa__check_view(&dx->lse_b, lse, 1u << NSA_F32, 1,
-                                               NSA__AT_lse_b | NSA__GRADIENT)) != NSA_OK)
-        return s;
+    const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 0, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
     if (d->count == 0) return NSA_OK;
     nsa__cuda_teams teams;
     dim3 grid;
-    if ((s = nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid)) != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_merge_backward_kernel, grid,
                                        dim3(NSA__TEAM_THREADS), 0, stream, nsa__cuda_all_queries(d),
                                        *x, *dx, teams));

@@ -33,7 +33,7 @@ static int nsa__cuda_score_chunk(const nsa_desc *d) {
 }
 
 /* The scores of one chunk, (B, chunk, Hk, blocks). */
-static nsa_tensor nsa__cuda_score_take(const nsa_desc *d, nsa__cuda_arena *a) {
+static nsa_tensor nsa__cuda_score_take(const nsa_desc *d, nsa__arena *a) {
     const int64_t blocks = nsa_slc_count(d, d->tokens), chunk = nsa__cuda_score_chunk(d);
     const int64_t rows = d->batch * chunk * d->kv_heads;
     nsa_tensor scores = {};
@@ -46,7 +46,7 @@ static nsa_tensor nsa__cuda_score_take(const nsa_desc *d, nsa__cuda_arena *a) {
 }
 
 /* Where the keys of packed sequences begin, if they stand for several tokens. */
-static int32_t *nsa__cuda_score_begins(const nsa_desc *d, nsa__cuda_arena *a) {
+static int32_t *nsa__cuda_score_begins(const nsa_desc *d, nsa__arena *a) {
     return nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
 }
 
@@ -60,7 +60,7 @@ struct nsa__cuda_score_call {
     bool own;
     cudaStream_t stream;
     template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
-        nsa__cuda_arena none = {NULL, 0};
+        nsa__arena none = {NULL, 0};
         nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, 0, &none);
         p.own = own;
         p.cmp_begins = cmp_begins;
@@ -78,7 +78,7 @@ struct nsa__cuda_score_call {
 
 static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, void *workspace,
                                       cudaStream_t stream) {
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
     const nsa_tensor room = nsa__cuda_score_take(&by, &a);
     int32_t *const cmp_begins = nsa__cuda_score_begins(d, &a);
@@ -106,7 +106,7 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
 
 static size_t nsa__cuda_score_bytes(const nsa_desc *d) {
     const nsa_desc by = nsa__cuda_by_list(d);
-    nsa__cuda_arena a = {NULL, 0};
+    nsa__arena a = {NULL, 0};
     nsa__cuda_score_take(&by, &a);
     nsa__cuda_score_begins(d, &a);
     return nsa__cuda_arena_bytes(&a);
@@ -118,31 +118,14 @@ extern "C" size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d) {
     return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_score_bytes(d) : 0;
 }
 
-static nsa__shape nsa__cuda_score_key_shape(const nsa_desc *d) {
-    return d->cmp_stride > 1 ? nsa__cuda_cmp_shape(d, d->dim) : nsa__cuda_key_shape(d, d->dim);
-}
-
-static nsa_status nsa__cuda_score_inputs_check(const nsa_score *x, const nsa_desc *d) {
-    const unsigned dtypes = nsa__cuda_one_dtype(x->q.dtype);
+/* Checks the options and the views of a table of nsa_score. */
+static nsa_status nsa__cuda_score_check(const nsa__checked *c, const nsa__view *views,
+                                        const nsa_score *x) {
     if (static_cast<unsigned>(x->act) > NSA_SCORE_RELU)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if (static_cast<unsigned>(x->pool) > NSA_POOL_MEAN)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    nsa_status s = nsa__cuda_check_rows(&x->q, nsa__cuda_query_shape(d, d->heads, d->dim), dtypes,
-                                        0, NSA__AT_q);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_rows(&x->k, nsa__cuda_score_key_shape(d), dtypes, 0, NSA__AT_k);
-    if (s != NSA_OK || !x->weights.data) return s;
-    return nsa__check_view(&x->weights, nsa__cuda_query_shape(d, d->heads, 1), NSA__FLOATS, 0,
-                           NSA__AT_weights);
-}
-
-static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
-    nsa_status s = nsa__cuda_score_inputs_check(x, d);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
-    return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
-                           1, NSA__AT_blocks);
+    return nsa__check_views(c, views, NSA__SCORE_VIEWS, x);
 }
 
 extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
@@ -152,11 +135,12 @@ extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *
     if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
     d = nsa__cuda_rank_desc(d, &own);
     if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_score_check(x, d)) != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_score_bytes(d), workspace, bytes);
-    return s == NSA_OK ? nsa__cuda_score_run(x, d, workspace, stream) : s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
+    const nsa__checked c =
+        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, d->cmp_stride > 1);
+    NSA__CHECK(nsa__cuda_score_check(&c, nsa__score_views, x));
+    NSA__CHECK(nsa__cuda_check_workspace(nsa__cuda_score_bytes(d), workspace, bytes));
+    return nsa__cuda_score_run(x, d, workspace, stream);
 }
 
 #endif

@@ -398,7 +398,7 @@ static __global__ void __launch_bounds__(32 * NSA__LISTED_WARPS)
 /* ---- Calls --------------------------------------------------------------------------------- */
 
 static nsa__cuda_listed_params nsa__cuda_listed_plan(const nsa_desc *d, bool backward,
-                                                     nsa__cuda_arena *arena) {
+                                                     nsa__arena *arena) {
     nsa__cuda_listed_params p;
     memset(&p, 0, sizeof p);
     nsa__cuda_attend_plan(&p.at, d, NSA__KEYS_SLC, arena);
@@ -409,15 +409,14 @@ static nsa__cuda_listed_params nsa__cuda_listed_plan(const nsa_desc *d, bool bac
     if (!backward) return p;
     nsa__cuda_plan_readers(&p.at, d->count, arena);
     nsa__cuda_plan_reader_parts(&p.at, INT32_MAX);
-    p.best =
-        nsa__cuda_take<int32_t>(arena, p.rows.total * nsa__cuda_list_heads(d) * p.at.list_width);
+    p.best = nsa__cuda_take<int32_t>(arena, p.rows.total * nsa__list_heads(d) * p.at.list_width);
     return p;
 }
 
 /* For keys of one token, whose blocks have most. */
 static size_t nsa__cuda_listed_bytes(const nsa_desc *d, bool backward) {
     nsa_desc own;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
+    nsa__arena arena = nsa__cuda_arena_at(NULL);
     d = nsa__desc_using(d, NSA__USES_SLC, &own);
     if (nsa__cuda_check_desc(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__cuda_listed_plan(d, backward, &arena);
@@ -448,22 +447,10 @@ static nsa_status nsa__cuda_listed_launch(nsa__cuda_listed_params *p, cudaStream
 
 static nsa_status nsa__cuda_listed_check(const nsa_score *dx, const nsa_score *x,
                                          const nsa_desc *d) {
-    const nsa__shape scores = nsa__cuda_list_shape(d, nsa_block_list_width(d));
-    const nsa__shape weights = nsa__cuda_query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__cuda_score_inputs_check(x, d));
-    NSA__CHECK(nsa__check_view(&x->blocks, scores, NSA__INTS, 0, NSA__AT_blocks));
-    if (!dx) return nsa__check_view(&x->scores, scores, 1u << NSA_F32, 1, NSA__AT_scores);
-    NSA__CHECK(
-        nsa__check_view(&dx->scores, scores, 1u << NSA_F32, 0, NSA__AT_scores | NSA__GRADIENT));
-    NSA__CHECK(nsa__cuda_check_gradient(&dx->q, &x->q, nsa__cuda_query_shape(d, d->heads, d->dim),
-                                        NSA__AT_q));
-    NSA__CHECK(nsa__cuda_check_gradient(&dx->k, &x->k, nsa__cuda_score_key_shape(d), NSA__AT_k));
-    if (!dx->weights.data) return NSA_OK;
-    const unsigned own = static_cast<unsigned>(x->weights.dtype) > NSA_I32
-                             ? 0u
-                             : 1u << x->weights.dtype & NSA__FLOATS;
-    return nsa__check_view(&dx->weights, weights, 1u << NSA_F32 | own, 1,
-                           NSA__AT_weights | NSA__GRADIENT);
+    const nsa__checked c =
+        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), !dx, d->cmp_stride > 1);
+    NSA__CHECK(nsa__cuda_score_check(&c, nsa__listed_views, x));
+    return dx ? nsa__check_gradients(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x) : NSA_OK;
 }
 
 struct nsa__cuda_room {
@@ -480,12 +467,12 @@ static nsa_status nsa__cuda_listed_run(const nsa_score *dx, const nsa_score *x, 
     d = nsa__desc_using(d, NSA__USES_SLC, &own);
     if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
     NSA__CHECK(nsa__cuda_check_desc(d));
-    if (backward) NSA__CHECK(nsa__cuda_check_backward(d, false));
+    if (backward) NSA__CHECK(nsa__check_backward(d, 0));
     NSA__CHECK(nsa__cuda_listed_check(backward ? dx : NULL, x, d));
     NSA__CHECK(
         nsa__cuda_check_workspace(nsa__cuda_listed_bytes(d, backward), room.memory, room.bytes));
     if (d->count == 0) return NSA_OK;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(room.memory);
+    nsa__arena arena = nsa__cuda_arena_at(room.memory);
     nsa__cuda_listed_params p = nsa__cuda_listed_plan(d, backward, &arena);
     p.x = *x;
     p.at.x.blocks = x->blocks;

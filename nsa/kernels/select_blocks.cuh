@@ -276,7 +276,7 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
 /* The element's size and a padded width are all that a plan needs to know of a kernel. `most`: the
    longest list that it keeps. */
 static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t element, int padded,
-                                                      int wide, int most, nsa__cuda_arena *a) {
+                                                      int wide, int most, nsa__arena *a) {
     const int group = d->heads / d->kv_heads;
     const int keys = element == 2 ? 64 : 32;
     nsa__cuda_select_plan p = nsa__cuda_select_plan_begin(d, most);
@@ -334,7 +334,7 @@ static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d
     bool hopper = false;
     if (sizeof(T) == 2) NSA__CHECK(nsa__cuda_on_hopper(&hopper));
     hopper = hopper && nsa__cuda_select_pipe_serves(d, D);
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_select_plan p = hopper ? nsa__cuda_select_pipe_plan(d, D, most, &a)
                                      : nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, most, &a);
     p.sharers = sharers;
@@ -439,7 +439,7 @@ static nsa_status nsa__cuda_p_cmp_run(const nsa_select *x, const nsa_desc *d, in
     dim3 grid;
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     const nsa__cuda_extent rows = nsa__cuda_query_extent_of(d, d->count, 1, 1, 0);
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__arena a = nsa__cuda_arena_at(workspace);
     const int32_t *const cmp_begins = nsa__cuda_take<int32_t>(&a, 0);
     const nsa_status s = nsa__cuda_grid(rows.total * d->kv_heads, &grid);
     if (s != NSA_OK) return s;
@@ -466,13 +466,13 @@ static size_t nsa__cuda_select_bytes(const nsa_desc *d) {
     size_t most = 0;
     for (size_t element = 2; element <= 4; element += 2)
         for (int wide = 8; wide <= 32; wide *= 2) {
-            nsa__cuda_arena a = {NULL, 0};
+            nsa__arena a = {NULL, 0};
             nsa__cuda_select_plan_of(&by, element, NSA_CUDA_MAX_DIM, wide, length, &a);
             const size_t bytes = nsa__cuda_arena_bytes(&a);
             most = bytes > most ? bytes : most;
         }
     for (int dim = 64; dim <= 192; dim += 64) {
-        nsa__cuda_arena a = {NULL, 0};
+        nsa__arena a = {NULL, 0};
         nsa__cuda_select_pipe_plan(&by, dim, length, &a);
         const size_t bytes = nsa__cuda_arena_bytes(&a);
         most = bytes > most ? bytes : most;
@@ -484,47 +484,20 @@ extern "C" size_t nsa_cuda_select_blocks_workspace_size(const nsa_desc *d) {
     return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_select_bytes(d) : 0;
 }
 
-/* Which fields a status names: the chain's views have other names than its primitives'. */
-struct nsa__cuda_select_fields {
-    int q, k, lse, blocks;
-};
-
-/* Scores as an output, which may be absent. */
-static nsa_status nsa__cuda_check_scores(const nsa_tensor *scores, const nsa_desc *d) {
-    const nsa__shape shape = nsa__cuda_list_shape(d, nsa_slc_count(d, d->tokens));
-    return scores->data ? nsa__check_view(scores, shape, 1u << NSA_F32, 1, NSA__AT_scores) : NSA_OK;
-}
-static nsa_status nsa__cuda_check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
-    const nsa__shape shape = nsa__cuda_list_shape(d, nsa_cmp_count(d, d->tokens));
-    if (!p_cmp->data || !shape.width) return NSA_OK;
-    return nsa__check_view(p_cmp, shape, 1u << NSA_F32, 1, NSA__AT_p_cmp);
-}
-
 static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
-                                         const nsa__cuda_select_fields *at) {
-    const unsigned dtypes = nsa__cuda_one_dtype(x->q.dtype);
-    nsa_status s =
-        nsa__cuda_check_rows(&x->q, nsa__cuda_query_shape(d, d->heads, d->dim), dtypes, 0, at->q);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_rows(&x->k, nsa__cuda_cmp_shape(d, d->dim), dtypes, 0, at->k);
-    if (s != NSA_OK) return s;
-    s = nsa__check_view(&x->lse, nsa__cuda_query_shape(d, d->heads, 1), 1u << NSA_F32, 0, at->lse);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
-    if ((s = nsa__cuda_check_p_cmp(&x->p_cmp, d)) != NSA_OK) return s;
-    return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
-                           1, at->blocks);
+                                         const int *fields) {
+    nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, 1);
+    c.fields = fields;
+    return nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x);
 }
 
 extern "C" nsa_status nsa_cuda_select_blocks(const nsa_select *x, const nsa_desc *d,
                                              void *workspace, size_t bytes, cudaStream_t stream) {
-    static const nsa__cuda_select_fields at = {NSA__AT_q, NSA__AT_k, NSA__AT_lse, NSA__AT_blocks};
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__cuda_select_check(x, d, &at)) != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_select_bytes(d), workspace, bytes);
-    return s == NSA_OK ? nsa__cuda_select_run(x, d, workspace, stream) : s;
+    NSA__CHECK(nsa__cuda_select_check(x, d, NULL));
+    NSA__CHECK(nsa__cuda_check_workspace(nsa__cuda_select_bytes(d), workspace, bytes));
+    return nsa__cuda_select_run(x, d, workspace, stream);
 }
 
 #endif

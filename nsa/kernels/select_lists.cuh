@@ -179,16 +179,12 @@ extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d
                                             cudaStream_t stream) {
     nsa_desc own;
     d = nsa__cuda_rank_desc(d, &own);
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    s = nsa__check_view(&x->scores, nsa__cuda_list_shape(d, nsa_slc_count(d, d->tokens)),
-                        NSA__FLOATS, 0, NSA__AT_scores);
-    if (s != NSA_OK) return s;
-    s = nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS, 1,
-                        NSA__AT_blocks);
+    const nsa__checked c = nsa__cuda_checked_of(d, 0, 1, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__rank_views, NSA__RANK_VIEWS, x));
     const nsa_desc all = nsa__cuda_all_queries(d);
-    return s == NSA_OK ? nsa__cuda_rank_queries_run(x, &all, false, stream) : s;
+    return nsa__cuda_rank_queries_run(x, &all, false, stream);
 }
 
 /* ---- What is wrong with lists ---------------------------------------------------------------- */

@@ -68,7 +68,7 @@ static size_t nsa__cuda_select_plan_ring(nsa__cuda_select_plan *p, int keys) {
 
 /* What lies in the workspace; `shared`: lists do not. */
 static void nsa__cuda_select_plan_end(nsa__cuda_select_plan *p, const nsa_desc *d, bool shared,
-                                      nsa__cuda_arena *a) {
+                                      nsa__arena *a) {
     const int tile_queries = p->warps * p->queries;
     p->tiles = nsa__cuda_query_extent_of(d, nsa__cuda_ceil_div(d->count, tile_queries), 1,
                                          tile_queries, 1);

@@ -50,7 +50,7 @@ static inline size_t nsa__cuda_select_pipe_bytes(int dim) {
 
 /* The plan of a launch; lists are in the workspace if shared memory has no room for them. */
 static nsa__cuda_select_plan nsa__cuda_select_pipe_plan(const nsa_desc *d, int dim, int most,
-                                                        nsa__cuda_arena *a) {
+                                                        nsa__arena *a) {
     nsa__cuda_select_plan p = nsa__cuda_select_plan_begin(d, most);
     p.columns = 2;
     while (p.columns < d->heads / d->kv_heads && p.columns < 16) p.columns *= 2;
@@ -70,7 +70,7 @@ static nsa__cuda_select_plan nsa__cuda_select_pipe_plan(const nsa_desc *d, int d
 /* Whether the pipeline serves a call. Heads of values that are wider make decoding multiply
    otherwise (nsa__cuda_decode_shape), more heads a query are no warp's. */
 static bool nsa__cuda_select_pipe_serves(const nsa_desc *d, int dim) {
-    nsa__cuda_arena none = {NULL, 0};
+    nsa__arena none = {NULL, 0};
     return dim <= 192 && d->dim_v <= 128 && d->heads / d->kv_heads <= 16 &&
            nsa__cuda_select_pipe_plan(d, dim, 1, &none).shared_bytes <= NSA__SHARED_HOPPER;
 }

@@ -2,6 +2,7 @@
    Twin: nsa_cuda.cuh. Not here: code. */
 #include "api.h"
 #include "shared.h"
+#include "views.h"
 
 /* ==== Implementation ============================================================================
 
@@ -51,6 +52,7 @@ extern "C" {
 #include "index_arrays.h"
 #include "tiles.h"
 #include "rope.h"
+#include "gate.h"
 #include "compress.h"
 #include "lists.h"
 #include "schedule.h"
@@ -69,7 +71,6 @@ extern "C" {
 #include "select.h"
 #include "score.h"
 #include "score_lists.h"
-#include "gate.h"
 #include "attention.h"
 #include "decode.h"
 

@@ -62,7 +62,7 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real logits[3];
-    nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
+    nsa__load_gates(logits, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
     return nsa__gate_weight(d->gate, logits, (int)p->branch);
 }
@@ -73,16 +73,14 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride, g = nsa__backward_gate(f, job, r);
-    if (p->v.pairs) {
-        f->gate[r] = g;
-        if (nsa__is_finite((double)g)) return 1;
-        f->gate[r] = 0;
-    } else {
+    if (nsa__takes_factor(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
-    f->nonfinite[r] = 1;
-    return 0;
+    const int finite = nsa__is_finite((double)g);
+    f->gate[r] = finite ? g : 0;
+    if (!finite) f->nonfinite[r] = 1;
+    return (nsa_real)finite;
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -100,7 +98,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
         nsa__load(out, of_out->dtype, row, dim_v);
         memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
     }
-    if (p->v.pairs || f->nonfinite[r]) {
+    if (!nsa__takes_factor(&p->v) || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
         memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
         dout = again;
@@ -112,7 +110,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__attend_options *options = &p->options;
+    const nsa__gate_job *gate = p->options.gate;
     nsa__tile_iter_begin(&f->iter, job, task);
     f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
@@ -123,13 +121,13 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     nsa__load_queries(job, &f->iter, &p->dx->out, &p->v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         nsa_real dot = nsa__backward_dot(f, job, r);
-        if (options->dots)
-            ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
-        if (options->gate) dot *= nsa__backward_scale(f, job, r);
+        if (gate && gate->delta_out)
+            ((nsa_real *)nsa__query_row(job, &f->iter, gate->delta_out, r))[p->branch] = dot;
+        if (gate) dot *= nsa__backward_scale(f, job, r);
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (options->gate && !p->v.pairs) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
+    if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
@@ -154,48 +152,33 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     }
 }
 
-/* In pairs p or ds of a batch becomes pairs by row, times the gate; `by_row`, which may be NULL,
-   gets pairs by key. */
-static void nsa__backward_round(const nsa__backward *f, const nsa__attend_plan *p,
-                                const nsa__batch *b, nsa_real *x, nsa__packed *by_row) {
-    const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    if (!p->v.pairs) return;
-    p->v.pairs->round_pairs(b->rows, b->end - b->begin, p->stride_p, b->row, gate, x, by_row);
-}
-
-/* Rows of a batch of q or dout as a product over them takes them. */
-static nsa__matrix nsa__backward_rows(const nsa__backward *f, const nsa__operand *o,
-                                      const nsa__batch *b, const nsa_real *x) {
-    const nsa__matrix rows = {x, o->stride, 1, b->row}, paired = {f->paired, o->wide, 1, NULL};
-    if (!o->pairs) return rows;
-    o->pairs->pair_rows(b->rows, o->wide, &rows, f->paired);
-    return paired;
-}
-
 /* The gradients' products of a batch from p and ds: dv += p^T dout, dk += ds^T q, dq += ds k */
 static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
                                    const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *k = &p->k, *v = &p->v;
     const int ld = p->stride_p, cut = b->first - b->begin, keys = b->last - b->first;
+    const nsa__scored x = nsa__batch_scored(p, b);
+    const nsa_real *gate = p->options.gate ? f->gate : NULL;
     const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
     if (job->dv) {
         const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
         const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, f->add);
-        nsa__backward_round(f, p, b, f->p, NULL);
-        const nsa__matrix dout = nsa__backward_rows(f, v, b, f->dout);
+        const nsa__matrix by_row = {f->dout, v->stride, 1, b->row};
+        nsa__round_left(v, &x, ld, gate, f->p, NULL);
+        const nsa__matrix dout = nsa__rows_for_over(v, b->rows, by_row, f->paired);
         nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
     }
-    if (job->dk || p->dx->q.data) nsa__backward_round(f, p, b, f->ds, f->ds_rows);
+    const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
         const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, f->add);
-        const nsa__matrix q = nsa__backward_rows(f, k, b, f->q);
+        const nsa__matrix by_row = {f->q, k->stride, 1, b->row};
+        const nsa__matrix q = nsa__rows_for_over(k, b->rows, by_row, f->paired);
         nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
-        const nsa__packed *by_row = k->pairs ? f->ds_rows : f->ds;
-        const nsa__matrix ds = {by_row + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
+        const nsa__matrix ds = {ds_rows + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
         const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
         const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
         nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);

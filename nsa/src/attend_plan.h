@@ -7,6 +7,7 @@
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
 #pragma once
+#include "gate.h"
 #include "operand.h"
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
@@ -14,9 +15,8 @@ typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
     int ring;                 /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
     int64_t *reads;           /* NULL, or of each query and kv head: how many keys it has read */
-    const nsa_gate
-        *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
-    const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
+    const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
+                                  g times that, and gate->delta_out gets dout . out */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its

@@ -11,11 +11,7 @@
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
-    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
-    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+    return nsa__chain_check_sizes(x, d, nsa__compress_check_sizes);
 }
 
 /* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
@@ -25,11 +21,11 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     nsa__chain c = nsa__chain_of(x);
     NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
     NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
-    return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
+    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, nsa__chain_select));
+    return nsa__gate_check(&c.gate, d, forward, nsa__chain_gate);
 }
 
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
@@ -80,9 +76,9 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    const int appends = d->firsts != NULL;
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
+    const int from = nsa__compress_from(d);
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p.views.gate, d));
     return NSA_OK;
@@ -96,16 +92,17 @@ typedef struct nsa__sum {
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
-/* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
-   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots
+/* The workspace of backward: | sums | delta_out | dk_cmp | dv_cmp | the primitives' own |. The
+   branches run for a few kv heads of one sequence at a time, so that the sum of dq and delta_out
    need memory for those heads alone. */
 typedef struct nsa__chain_gradient {
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor dots;           /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor delta_out;      /* of every row of these heads: dout . out by branch, for the gate */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
-    size_t own;                /* bytes before it */
-    int kv_heads;              /* of a run */
+    size_t rest_bytes;
+    size_t own;   /* bytes before it */
+    int kv_heads; /* of a run */
 } nsa__chain_gradient;
 
 static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
@@ -212,8 +209,8 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         sum->owner = 1;
         sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
     }
-    const nsa__shape dots = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
-    if (dx->gates.data) g->dots = nsa__alloc_tensor(a, dots);
+    const nsa__shape delta = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
+    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, delta);
     g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
     g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
@@ -251,23 +248,14 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
 
 static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
                                                 const nsa_desc *d) {
-    nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               queries = nsa__query_shape(d, d->heads, d->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q));
+    const nsa__checked c = nsa__checked_of(d, 0, 0);
+    NSA__CHECK(nsa__check_gradients(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, dx, x));
     NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
-    NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
-    nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
-    return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
+    return nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
 /* The view x from a row and head on, which become row 0 and head 0. */
-static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t head) {
     if (x.data) x.data = nsa__row(&x, batch, row, head);
     return x;
 }
@@ -296,17 +284,6 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* One branch of the heads of a gate job. */
-static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
-                                             const nsa_attend *dx, const nsa__gate_job *gate,
-                                             nsa__branch branch, const nsa_desc *whole,
-                                             size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole);
-    p.options.gate = gate->x;
-    p.options.dots = gate->dots;
-    return nsa__backward_run(&p, g->rest, bytes);
-}
-
 /* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
 static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
                                 const nsa_desc *slice, const nsa__chain_at *at) {
@@ -321,7 +298,7 @@ static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, 
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads, size_t bytes) {
+                                            const nsa__chain_at *at, int kv_heads) {
     const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
     const nsa__chain c = nsa__chain_of(x);
@@ -339,7 +316,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     all.out = dx->out;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
     dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.dots = dx->gates.data ? &g->dots : NULL;
+    gate.delta_out = dx->gates.data ? &g->delta_out : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
     for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
         nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
@@ -347,10 +324,11 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
         all.v = dv[branch];
         dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
         if (q->owner) dviews.q = q->view;
-        NSA__CHECK(
-            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, d, bytes));
+        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, (nsa__branch)branch, d);
+        p.options.gate = &gate;
+        NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
-    if (gate.dots) nsa__gate_run(gate);
+    if (gate.delta_out) nsa__gate_run(gate);
     dq.clear = 0;
     if (q->owner) nsa__flush_run(&dq, d);
     return NSA_OK;
@@ -375,23 +353,21 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
 
 /* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
    win. */
-static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
-                                               const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
-                                               void *workspace, size_t bytes) {
+static nsa_status nsa__chain_compress_backward(const nsa__chain_gradient *g, const nsa_compress *dx,
+                                               const nsa_compress *x, const nsa_desc *d,
+                                               nsa_tensor dout, nsa_tensor to) {
     nsa_compress gradient = *dx;
     gradient.out = dout;
     gradient.x = to;
-    return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
+    return nsa__compress_go(&gradient, x, d, NSA__FROM_START, g->rest, g->rest_bytes);
 }
 
 /* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
    dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
    last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
-                                              const nsa_attention *x, const nsa_desc *d,
-                                              size_t bytes) {
+                                              const nsa_attention *x, const nsa_desc *d) {
     const nsa__sum *sum = g->sum;
-    nsa_status s;
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
@@ -401,14 +377,14 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
             int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, bytes));
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads));
         }
-    NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
-                                            sum[NSA__SUM_K_CMP].view, g->rest, bytes));
-    s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
-                                     g->rest, bytes);
-    if (s == NSA_OK) nsa__chain_flush(g, d);
-    return s;
+    NSA__CHECK(nsa__chain_compress_backward(g, &dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
+                                            sum[NSA__SUM_K_CMP].view));
+    NSA__CHECK(nsa__chain_compress_backward(g, &dx->v_cmp, &x->v_cmp, d, g->dv_cmp,
+                                            sum[NSA__SUM_V_CMP].view));
+    nsa__chain_flush(g, d);
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
@@ -424,6 +400,6 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     a = nsa__arena_at(workspace);
     nsa__chain_gradient_layout(&g, dx, d, &a);
-    return nsa__attention_backward_run(&g, dx, x, d,
-                                       bytes - (size_t)((char *)g.rest - (char *)workspace));
+    g.rest_bytes = bytes - (size_t)((char *)g.rest - (char *)workspace);
+    return nsa__attention_backward_run(&g, dx, x, d);
 }

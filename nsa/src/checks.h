@@ -3,6 +3,7 @@
 #pragma once
 #include "index.h"
 #include "isa.h"
+#include "views.h"
 
 /* Every kind of error once: its name and its sentence. */
 #define NSA__STATUSES(X)                                                                           \
@@ -293,12 +294,6 @@ NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
     return nsa_check_pages(d, NULL);
 }
 
-/* What backward is not computed for: pages, and if `whole` sequences at positions of their own. */
-static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
-    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
-}
-
 /* A view's shape: (batch, rows, heads, width), or one sequence of all packed rows. */
 static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_rows, int64_t heads,
                                 int64_t width) {
@@ -362,28 +357,18 @@ static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t 
     return shape;
 }
 
-/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
-static unsigned nsa__floats(void) {
-    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
-}
-static unsigned nsa__real_dtypes(void) {
-    return 1u << NSA_REAL_DTYPE;
-}
-
-/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
-   because a tensor that backward does not read is unchecked. */
-static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
-    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
-}
-
 /* Checks a gradient that is asked for. */
 static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
                                       int field) {
     if (!dx->data) return NSA_OK;
     return nsa__check_view(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
 }
-static nsa_status nsa__check_gate_gradient(const nsa_tensor *dx, const nsa_tensor *x,
-                                           const nsa_desc *d, nsa__shape shape, int field) {
-    if (!dx->data) return NSA_OK;
-    return nsa__check_gates(dx, d, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+
+static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
+                                   nsa__check_view};
+
+/* The views of a call under their own names. */
+static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
+    const nsa__checked c = {&nsa__cpu, d, nsa__floats(), forward, compressed, 0, NULL};
+    return c;
 }

@@ -541,15 +541,21 @@ static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, con
     p->tiles = nsa__tiles_of(d->isa);
 }
 
-/* `ring` and `appends`: see nsa__compress_job. */
+/* Which blocks are computed: all, or those that appended tokens complete, whose rows lie straight
+   (0) or in a ring of so many (above 0). */
+enum { NSA__FROM_START = -1 };
+static int nsa__compress_from(const nsa_desc *d) {
+    return d->firsts ? 0 : NSA__FROM_START;
+}
+
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   int ring, int appends, void *workspace, size_t bytes) {
+                                   int from, void *workspace, size_t bytes) {
     nsa__compress_job p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_init(&p, dx, x, d);
-    p.ring = ring;
-    p.appends = appends;
+    p.ring = (int)nsa__max(0, from);
+    p.appends = from != NSA__FROM_START;
     (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
@@ -574,7 +580,7 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
                                         size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     NSA__CHECK(nsa__compress_check(x, d, 1, 0));
-    return nsa__compress_go(NULL, x, d, 0, d->firsts != NULL, workspace, bytes);
+    return nsa__compress_go(NULL, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
@@ -591,5 +597,5 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
     NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
-    return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
+    return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
 }

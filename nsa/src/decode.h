@@ -15,53 +15,9 @@
 #pragma once
 #include "attention.h"
 
-/* One of the cache's arrays: what it holds, how many rows, how they are indexed. */
-typedef struct nsa__cache_part {
-    nsa_tensor *rows; /* the cache's view */
-    int64_t count;    /* rows of a sequence */
-    int width;        /* numbers of a row */
-    int ring;         /* rows of a ring, 0 for straight arrays */
-} nsa__cache_part;
-
-enum {
-    NSA__PART_K_SLC,
-    NSA__PART_V_SLC,
-    NSA__PART_K_WIN,
-    NSA__PART_V_WIN,
-    NSA__PART_K_RAW,
-    NSA__PART_V_RAW,
-    NSA__PART_K_CMP,
-    NSA__PART_V_CMP,
-    NSA__PARTS
-};
-
-/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
-   fewer tokens needs no more rows than tokens. */
-static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
-    return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
-}
-
-/* The table of the cache's arrays, in the order of the enum. */
-static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
-    const nsa_desc *d = &c->desc;
-    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
-    int win = nsa__ring_rows(d, window, c->max_rewind);
-    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
-    int cmp = nsa_cmp_count(d, d->tokens);
-    const nsa__cache_part table[NSA__PARTS] = {
-        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
-        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
-        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
-        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
-    memcpy(parts, table, sizeof table);
-}
-
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
-    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
-    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    NSA__CHECK(nsa__check_decodes(d));
     if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
@@ -193,11 +149,6 @@ typedef struct nsa__decode_job {
     nsa__decode_result *results; /* of every task */
 } nsa__decode_job;
 
-static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
-    if (x.data) x.data = nsa__row(&x, batch, 0, head);
-    return x;
-}
-
 /* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
    keys up to them; its share of the heads. */
 static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
@@ -223,49 +174,39 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
     nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
                            &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__of_batch(*views[i], b, group * head);
-    one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
-    one.blocks = nsa__of_batch(one.blocks, b, head);
-    one.k_slc = nsa__of_batch(cache->k_slc, b, head);
-    one.v_slc = nsa__of_batch(cache->v_slc, b, head);
-    one.k_win = nsa__of_batch(cache->k_win, b, head);
-    one.v_win = nsa__of_batch(cache->v_win, b, head);
-    one.k_cmp.x = nsa__of_batch(cache->k_raw, b, head);
-    one.v_cmp.x = nsa__of_batch(cache->v_raw, b, head);
-    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b, head);
-    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b, head);
+        *views[i] = nsa__view_at(*views[i], b, 0, group * head);
+    one.gates = nsa__view_at(one.gates, b, 0, (int64_t)d->gate_heads / d->kv_heads * head);
+    one.blocks = nsa__view_at(one.blocks, b, 0, head);
+    one.k_slc = nsa__view_at(cache->k_slc, b, 0, head);
+    one.v_slc = nsa__view_at(cache->v_slc, b, 0, head);
+    one.k_win = nsa__view_at(cache->k_win, b, 0, head);
+    one.v_win = nsa__view_at(cache->v_win, b, 0, head);
+    one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
+    one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
+    one.k_cmp.out = nsa__view_at(cache->k_cmp, b, 0, head);
+    one.v_cmp.out = nsa__view_at(cache->v_cmp, b, 0, head);
     for (int i = 0; i < 2; i++) {
         nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
                                     &phis[i]->b2};
         for (size_t j = 0; j < sizeof parameters / sizeof *parameters; j++)
-            *parameters[j] = nsa__of_batch(*parameters[j], 0, head);
+            *parameters[j] = nsa__view_at(*parameters[j], 0, 0, head);
     }
     return one;
-}
-
-/* The new rows of x in the order of the cache's first six parts. */
-static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[6]) {
-    inputs[NSA__PART_K_SLC] = &x->k_slc;
-    inputs[NSA__PART_V_SLC] = &x->v_slc;
-    inputs[NSA__PART_K_WIN] = &x->k_win;
-    inputs[NSA__PART_V_WIN] = &x->v_win;
-    inputs[NSA__PART_K_RAW] = &x->k_cmp.x;
-    inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
 }
 
 /* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
    */
 static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
     nsa__cache_part parts[NSA__PARTS];
-    const nsa_tensor *inputs[6];
+    nsa_tensor inputs[NSA__INPUTS];
     nsa_real row[NSA__MAX_DIM];
     nsa__cache_parts(p->cache, parts);
-    nsa__decode_inputs(p->x, inputs);
-    for (int i = 0; i < 6; i++)
+    nsa__cache_inputs(p->x, inputs);
+    for (int i = 0; i < NSA__INPUTS; i++)
         for (int t = 0; t < d->count; t++)
             for (int h = head; h < head + d->kv_heads; h++) {
                 int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
-                nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
+                nsa__load(row, inputs[i].dtype, nsa__row(&inputs[i], b, t, h), parts[i].width);
                 nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
                            parts[i].width);
             }
@@ -285,13 +226,13 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     nsa_status s = NSA_OK;
     nsa__cache_parts(&copy, parts);
     int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, 1, workspace, bytes);
+    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, workspace, bytes);
     if (s == NSA_OK && begin < end)
-        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
+        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL},
-                              of_slc = {NULL, 0, reads + each, NULL, NULL},
-                              of_win = {NULL, win, reads + 2 * each, NULL, NULL};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL},
+                              of_slc = {NULL, 0, reads + each, NULL},
+                              of_win = {NULL, win, reads + 2 * each, NULL};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
@@ -378,26 +319,18 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
 /* Checks the views of the chain over the cache's arrays, then those of the new rows. */
 static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
                                           int count) {
-    static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
-                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
-    const nsa_tensor *inputs[6];
     nsa_desc d = cache->desc;
     d.count = (int)nsa__min(count, d.tokens);
     nsa_attention all = nsa__decode_views(x, cache, 0, 0);
     nsa__chain c = nsa__chain_of(&all);
     NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
     NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win));
-    NSA__CHECK(nsa__select_check(&c.select, &d, &nsa__chain_cmp));
-    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate));
-    nsa__decode_inputs(x, inputs);
-    for (int i = 0; i < 6; i++) {
-        nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
-        NSA__CHECK(nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i]));
-    }
-    return NSA_OK;
+    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, nsa__chain_win));
+    NSA__CHECK(nsa__select_check(&c.select, &d, nsa__chain_select));
+    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, nsa__chain_gate));
+    return nsa__check_inputs(&nsa__cpu, x, &d);
 }
 
 /* At most max_rewind + 1 tokens come at once. All are appended before the first of them attends,

@@ -9,7 +9,8 @@ typedef struct nsa__gate_job {
     const nsa_desc *d;
     const nsa__tiles *tiles;
     const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
-    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
+    const nsa_tensor
+        *delta_out; /* NULL, or the chain's backward: dout . out of every row, by branch */
     nsa__seq seq;
 } nsa__gate_job;
 
@@ -76,12 +77,12 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     }
 }
 
-/* The same dg from the dots of the branches' backward. */
-static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
+/* The same dg from what the branches' backward leaves. */
+static void nsa__gate_add_delta(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
     int sharers = p->d->heads / p->d->gate_heads;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
-        for (int i = 0; i < 3; i++) dg[i] += dot[i];
+        const nsa_real *delta = (const nsa_real *)nsa__row(p->delta_out, p->seq.batch, at, h);
+        for (int i = 0; i < 3; i++) dg[i] += delta[i];
     }
 }
 
@@ -98,8 +99,8 @@ static void nsa__gate_backward_task(const void *context, int64_t nth, void *scra
             int64_t at = p->seq.row + t;
             nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
             nsa__gate_weights(d->gate, g);
-            if (p->dots)
-                nsa__gate_add_dots(p, at, h, dg);
+            if (p->delta_out)
+                nsa__gate_add_delta(p, at, h, dg);
             else
                 nsa__gate_backward_head(p, at, h, g, dg);
             nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
@@ -132,14 +133,10 @@ static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, c
 }
 
 static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                  const nsa__gate_fields *at) {
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, nsa__floats(), 0, at->logits));
-    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
-    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
-    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
-    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
+                                  const int *fields) {
+    nsa__checked c = nsa__checked_of(d, forward, 0);
+    c.fields = fields;
+    return nsa__check_views(&c, nsa__gate_views, NSA__GATE_VIEWS, x);
 }
 
 NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
@@ -147,7 +144,7 @@ NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
     d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
+    NSA__CHECK(nsa__gate_check(x, d, 1, NULL));
     nsa__gate_run(nsa__gate_job_make(NULL, x, d));
     return NSA_OK;
 }
@@ -158,14 +155,9 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gate_gradient(&dx->logits, &x->logits, d, logits, NSA__AT_logits));
-    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
-    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
+    const nsa__checked c = nsa__checked_of(d, 0, 0);
+    NSA__CHECK(nsa__gate_check(x, d, 0, NULL));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
     nsa__gate_run(nsa__gate_job_make(dx, x, d));
     return NSA_OK;
 }

@@ -55,11 +55,6 @@ static int nsa__window_end(const nsa_desc *d, int tokens, int query) {
     return d->mask == NSA_MASK_NONE ? (int)nsa__min(end, query + ahead) : end;
 }
 
-/* Heads that have block lists. */
-static int nsa__list_heads(const nsa_desc *d) {
-    return d->list_heads ? d->list_heads : d->kv_heads;
-}
-
 /* The weight of p_cmp[cmp] in p_slc[slc], Eq. 9: tokens that both blocks cover, in strides. The
    paper's double sum over (m, n) counts the same, if its indices begin at 1. */
 NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {

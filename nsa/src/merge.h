@@ -176,33 +176,13 @@ static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_de
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
 }
 
-static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__check_view(&x->out_a, out, nsa__floats(), 0, NSA__AT_out_a));
-    NSA__CHECK(nsa__check_view(&x->out_b, out, nsa__floats(), 0, NSA__AT_out_b));
-    NSA__CHECK(nsa__check_view(&x->lse_a, lse, nsa__real_dtypes(), 0, NSA__AT_lse_a));
-    NSA__CHECK(nsa__check_view(&x->lse_b, lse, nsa__real_dtypes(), 0, NSA__AT_lse_b));
-    if (!forward) return NSA_OK;
-    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
-    return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
-}
-
-/* A gradient of a row that tokens, heads or sequences share is the sum over them. */
-static nsa_status nsa__merge_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
-                                            nsa__shape shape, int field) {
-    if (!dx->token && shape.rows > 1) shape.rows = 1;
-    if (!dx->head) shape.heads = 1;
-    if (!dx->batch && shape.batch > 1) shape.batch = 1;
-    return nsa__check_gradient(dx, x, shape, field);
-}
-
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__merge_check(x, d, 1));
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
     nsa__merge_run(NULL, x, d);
     return NSA_OK;
 }
@@ -213,15 +193,10 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__merge_check(x, d, 0));
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
-    NSA__CHECK(nsa__merge_check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    nsa__checked c = nsa__checked_of(d, 0, 0);
+    c.sums = 1;
+    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
+    NSA__CHECK(nsa__check_gradients(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
     nsa__merge_run(dx, x, d);
     return NSA_OK;
 }

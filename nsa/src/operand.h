@@ -50,6 +50,30 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
+/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
+static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
+                                      nsa__packed *paired) {
+    const nsa__matrix pairs = {paired, o->wide, 1, NULL};
+    if (!o->pairs) return rows;
+    o->pairs->pair_rows(n, o->wide, &rows, paired);
+    return pairs;
+}
+
+/* p or ds, the left operand of such products: in pairs rounded, times factor of the row, to pairs
+   by key. They also go to `by_row`, if it is there; what is multiplied along a row is returned. */
+static const nsa__packed *nsa__round_left(const nsa__operand *o, const nsa__scored *x, ptrdiff_t ld,
+                                          const nsa_real *factor, nsa_real *s,
+                                          nsa__packed *by_row) {
+    if (!o->pairs) return s;
+    o->pairs->round_pairs(x->rows, x->n, ld, x->row, factor, s, by_row);
+    return by_row;
+}
+
+/* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
+static int nsa__takes_factor(const nsa__operand *o) {
+    return !o->pairs;
+}
+
 /* What so many rows are to such a product: rows, or pairs of them. */
 static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
     return o->pairs ? rows / 2 : rows;

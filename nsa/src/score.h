@@ -200,24 +200,12 @@ static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *
     return d;
 }
 
-static nsa_status nsa__score_inputs_check(const nsa_score *x, const nsa_desc *d) {
+/* Checks the options and the views of a table of nsa_score. */
+static nsa_status nsa__score_check(const nsa__checked *c, const nsa__view *views,
+                                   const nsa_score *x) {
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
-                               nsa__floats(), 0, NSA__AT_k));
-    return x->weights.data ? nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1),
-                                             nsa__floats(), 0, NSA__AT_weights)
-                           : NSA_OK;
-}
-
-static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
-    NSA__CHECK(nsa__score_inputs_check(x, d));
-    NSA__CHECK(nsa__check_scores(&x->scores, d));
-    return nsa__check_view(&x->blocks,
-                           nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                           NSA__INTS, 1, NSA__AT_blocks);
+    return nsa__check_views(c, views, NSA__SCORE_VIEWS, x);
 }
 
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
@@ -230,7 +218,8 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
     d = nsa__score_desc(d, x->stride, &own);
     NSA__CHECK(nsa_desc_check(d));
-    NSA__CHECK(nsa__score_check(x, d));
+    const nsa__checked c = nsa__checked_of(d, 1, d->cmp_stride > 1);
+    NSA__CHECK(nsa__score_check(&c, nsa__score_views, x));
     memset(&attend, 0, sizeof attend);
     attend.q = x->q;
     attend.k = x->k;

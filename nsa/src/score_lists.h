@@ -186,18 +186,10 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
 }
 
 static nsa_status nsa__listed_check(const nsa_score *dx, const nsa_score *x, const nsa_desc *d) {
-    const nsa__shape scores = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
-    NSA__CHECK(nsa__score_inputs_check(x, d));
+    const nsa__checked c = nsa__checked_of(d, !dx, d->cmp_stride > 1);
+    NSA__CHECK(nsa__score_check(&c, nsa__listed_views, x));
     NSA__CHECK(nsa__check_lists(&x->blocks, d, NULL));
-    if (!dx) return nsa__check_view(&x->scores, scores, nsa__real_dtypes(), 1, NSA__AT_scores);
-    NSA__CHECK(nsa__check_view(&dx->scores, scores, nsa__real_dtypes(), 0,
-                               NSA__AT_scores | NSA__GRADIENT));
-    NSA__CHECK(
-        nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), NSA__AT_q));
-    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
-                                   NSA__AT_k));
-    return nsa__check_gradient(&dx->weights, &x->weights, nsa__query_shape(d, d->heads, 1),
-                               NSA__AT_weights);
+    return dx ? nsa__check_gradients(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x) : NSA_OK;
 }
 
 /* Scratch of a thread. */

@@ -53,12 +53,8 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__check_view(&x->scores,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens)),
-                               nsa__floats(), 0, NSA__AT_scores));
-    NSA__CHECK(nsa__check_view(&x->blocks,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                               NSA__INTS, 1, NSA__AT_blocks));
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_views(&c, nsa__rank_views, NSA__RANK_VIEWS, x));
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
     job.x = x;
     job.d = d;
@@ -162,35 +158,16 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-/* Scores as an output, which may be absent. */
-static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d) {
-    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens));
-    return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
-                        : NSA_OK;
-}
-static nsa_status nsa__check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
-    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_cmp_count(d, d->tokens));
-    if (!p_cmp->data || !shape.width) return NSA_OK; /* no block is to be had */
-    return nsa__check_view(p_cmp, shape, nsa__real_dtypes(), 1, NSA__AT_p_cmp);
-}
-
-static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
-                                    const nsa__attend_fields *at) {
-    nsa__shape lists = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
-    NSA__CHECK(nsa__check_scores(&x->scores, d));
-    NSA__CHECK(nsa__check_p_cmp(&x->p_cmp, d));
-    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
+static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d, const int *fields) {
+    nsa__checked c = nsa__checked_of(d, 1, 1);
+    c.fields = fields;
+    return nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x);
 }
 
 NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
                                      size_t bytes) {
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
+    NSA__CHECK(nsa__select_check(x, d, NULL));
     return nsa__select_run(x, d, workspace, bytes);
 }

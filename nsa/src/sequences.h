@@ -74,36 +74,16 @@ static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
     nsa__seq_set(d, s);
 }
 
-/* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
-   query is the same code as the call itself. `used` saturates, so that no sum overflows. */
-typedef struct nsa__arena {
-    char *base;
-    size_t used;
-} nsa__arena;
-
 enum { NSA__ALIGN = 64 }; /* bytes: a cache line, and the widest vector */
 
-/* Hands out `count` elements, from a multiple of NSA__ALIGN on. A size that does not fit leaves
-   `used` at its largest value, which no workspace can satisfy. */
 static void *nsa__alloc(nsa__arena *a, int64_t count, size_t size) {
-    char *at = a->base ? a->base + a->used : NULL;
-    if ((uint64_t)count > (SIZE_MAX - a->used - NSA__ALIGN) / size) {
-        a->used = SIZE_MAX - NSA__ALIGN;
-        return at;
-    }
-    a->used += ((size_t)count * size + NSA__ALIGN - 1) / NSA__ALIGN * NSA__ALIGN;
-    return at;
+    return nsa__alloc_aligned(a, count, size, NSA__ALIGN);
 }
-
 static nsa_real *nsa__alloc_reals(nsa__arena *a, int64_t count) {
     return (nsa_real *)nsa__alloc(a, count, sizeof(nsa_real));
 }
-
-/* An arena whose base is the workspace's first multiple of NSA__ALIGN. */
 static nsa__arena nsa__arena_at(void *workspace) {
-    uintptr_t skew = (NSA__ALIGN - (uintptr_t)workspace % NSA__ALIGN) % NSA__ALIGN;
-    nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
-    return a;
+    return nsa__arena_aligned(workspace, NSA__ALIGN);
 }
 
 /* Threads that the caller asks for: desc.threads, or what OpenMP offers. */

@@ -1,7 +1,7 @@
 /* ==== Private, shared with nsa_cuda.cuh =========================================================
 
-   Host code that both need: what a status can name, the check of one view, RoPE's frequencies, the
-   views of the whole's primitives. */
+   Host code that both need: what a status can name, the check of one view, the arena, RoPE's
+   frequencies, the views of the whole's primitives, the cache's arrays. */
 #include "api.h"
 
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_PARTS)
@@ -237,6 +237,50 @@ static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tens
     return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
 }
 
+/* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
+   query is the same code as the call itself. `used` saturates, so that no sum overflows. */
+typedef struct nsa__arena {
+    char *base;
+    size_t used;
+} nsa__arena;
+
+/* Hands out `count` elements, from a multiple of `align` on. A size that does not fit leaves `used`
+   at its largest value, which no workspace can satisfy. */
+static void *nsa__alloc_aligned(nsa__arena *a, int64_t count, size_t size, size_t align) {
+    char *at = a->base ? a->base + a->used : NULL;
+    if ((uint64_t)count > (SIZE_MAX - a->used - align) / size) {
+        a->used = SIZE_MAX - align;
+        return at;
+    }
+    a->used += ((size_t)count * size + align - 1) / align * align;
+    return at;
+}
+
+/* An arena whose base is the workspace's first multiple of `align`. */
+static nsa__arena nsa__arena_aligned(void *workspace, size_t align) {
+    size_t skew = (align - (size_t)((uintptr_t)workspace % align)) % align;
+    nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
+    return a;
+}
+
+static int nsa__list_heads(const nsa_desc *d) {
+    return d->list_heads ? d->list_heads : d->kv_heads;
+}
+
+/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
+static unsigned nsa__floats(void) {
+    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
+}
+static unsigned nsa__real_dtypes(void) {
+    return 1u << NSA_REAL_DTYPE;
+}
+
+/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
+   because a tensor that backward does not read is unchecked. */
+static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
+    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
+}
+
 /* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the
    others are set so that they break no rule. Blocks are forced in no list that is given. */
 enum {
@@ -390,32 +434,18 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
     }
 }
 
-/* Which fields a status names. The chain passes other names than its primitives do, because its
-   views are fields of nsa_attention. */
-typedef struct nsa__attend_fields {
-    int q, k, v, out, lse, blocks;
-} nsa__attend_fields;
-
-static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
-                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
-
-typedef struct nsa__gate_fields {
-    int logits, cmp, slc, win, out;
-} nsa__gate_fields;
-
-static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
-                                                 NSA__AT_win, NSA__AT_out};
-
-/* The chain's field names: q is one view for all branches, the rest is each branch's own. */
-static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
-                                                  NSA__AT_v_cmp_out, NSA__AT_out_cmp,
-                                                  NSA__AT_lse_cmp,   NSA__AT_blocks};
-static const nsa__attend_fields nsa__chain_slc = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
-                                                  NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
-static const nsa__attend_fields nsa__chain_win = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
-                                                  NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
-static const nsa__gate_fields nsa__chain_gate = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
-                                                 NSA__AT_out_win, NSA__AT_out};
+/* The chain's names of its primitives' views, in the order of views.h: q is one view for all
+   branches, the rest is each branch's own. */
+static const int nsa__chain_cmp[] = {NSA__AT_q,       NSA__AT_k_cmp_out, NSA__AT_v_cmp_out,
+                                     NSA__AT_out_cmp, NSA__AT_lse_cmp,   NSA__AT_blocks};
+static const int nsa__chain_slc[] = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
+                                     NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
+static const int nsa__chain_win[] = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
+                                     NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
+static const int nsa__chain_select[] = {NSA__AT_q,      NSA__AT_k_cmp_out, NSA__AT_lse_cmp,
+                                        NSA__AT_scores, NSA__AT_p_cmp,     NSA__AT_blocks};
+static const int nsa__chain_gate[] = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
+                                      NSA__AT_out_win, NSA__AT_out};
 
 /* The chain's views as its primitives see them; for a gradient struct, their gradients. */
 typedef struct nsa__chain {
@@ -477,5 +507,80 @@ enum {
     NSA__SUM_V_WIN,
     NSA__SUMS
 };
+
+/* One of a cache's arrays: what it holds, how many rows, how they are indexed. */
+typedef struct nsa__cache_part {
+    nsa_tensor *rows; /* the cache's view */
+    int64_t count;    /* rows of a sequence */
+    int width;        /* numbers of a row */
+    int ring;         /* rows of a ring, 0 for straight arrays */
+} nsa__cache_part;
+
+enum {
+    NSA__PART_K_SLC,
+    NSA__PART_V_SLC,
+    NSA__PART_K_WIN,
+    NSA__PART_V_WIN,
+    NSA__PART_K_RAW,
+    NSA__PART_V_RAW,
+    NSA__PART_K_CMP,
+    NSA__PART_V_CMP,
+    NSA__PARTS,
+    NSA__INPUTS = NSA__PART_K_CMP /* the first ones, which a step appends to */
+};
+
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
+    return (int)(rows > 1 ? rows : 1);
+}
+
+/* The table of the cache's arrays, in the order of the enum. */
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
+}
+
+/* The new rows of x in the order of the parts that they are appended to. */
+static void nsa__cache_inputs(const nsa_attention *x, nsa_tensor inputs[NSA__INPUTS]) {
+    const nsa_tensor all[NSA__INPUTS] = {x->k_slc, x->v_slc,   x->k_win,
+                                         x->v_win, x->k_cmp.x, x->v_cmp.x};
+    memcpy(inputs, all, sizeof all);
+}
+
+/* A step sees what came before it, through one list for each kv head, and knows its own rows. */
+static nsa_status nsa__check_decodes(const nsa_desc *d) {
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
+}
+
+/* The widths of phi in a chain; `check` is that of one phi. */
+static nsa_status nsa__chain_check_sizes(const nsa_attention *x, const nsa_desc *d,
+                                         nsa_status (*check)(const nsa_compress *x,
+                                                             const nsa_desc *d, int base)) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(check(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(check(&x->v_cmp, d, NSA__TO_V_CMP));
+    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
+    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+}
+
+/* What backward is not computed for: pages, and if `whole` sequences at positions of their own. */
+static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
+}
 
 #endif /* NSA__SHARED_PARTS */

@@ -1,0 +1,219 @@
+/* ==== Private, shared with nsa_cuda.cuh: the tensors of each public struct =======================
+
+   A row a tensor: no check can forget one. nsa.h and nsa_cuda.cuh walk these tables, each with its
+   own idea of shapes. Not here: phi's parameters (compress.h), what a list holds (lists.h). */
+#include "shared.h"
+
+#if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_VIEWS)
+#define NSA__SHARED_VIEWS
+
+/* Rows: of queries by heads, gates or lists, or of keys. Then the numbers of a row. */
+enum { NSA__OF_HEADS, NSA__OF_GATES, NSA__OF_LISTS, NSA__OF_KEYS };
+enum {
+    NSA__WIDE_DIM,
+    NSA__WIDE_DIM_V,
+    NSA__WIDE_ONE,
+    NSA__WIDE_GATES,
+    NSA__WIDE_LIST,
+    NSA__WIDE_SLC,
+    NSA__WIDE_CMP
+};
+/* What is read piece by piece, numbers one by one, gates, reals, lists: decides the dtypes. */
+enum { NSA__AS_ROWS, NSA__AS_NUMBERS, NSA__AS_GATES, NSA__AS_REALS, NSA__AS_INTS };
+enum {
+    NSA__READ = 0,
+    NSA__WRITTEN = 1, /* by forward; backward reads it */
+    NSA__FORWARD = 2, /* backward does not look at it */
+    NSA__OPTIONAL = 4 /* it may be absent */
+};
+enum { NSA__NONE, NSA__GIVEN, NSA__GIVEN_LSE, NSA__ADDED }; /* of dx: what becomes of it */
+
+typedef struct nsa__view {
+    size_t offset;
+    unsigned char rows, width, as, use, gradient;
+    int field;
+} nsa__view;
+
+#define NSA__VIEW(of, name, rows, width, as, use, gradient)                             \
+    {                                                                                   \
+        offsetof(nsa_##of, name), NSA__OF_##rows, NSA__WIDE_##width, NSA__AS_##as, use, \
+            NSA__##gradient, NSA__AT_##name                                             \
+    }
+
+enum { NSA__ATTEND_VIEWS = 6 }; /* the last one is for slc alone */
+static const nsa__view nsa__attend_views[NSA__ATTEND_VIEWS] = {
+    NSA__VIEW(attend, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attend, k, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attend, v, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attend, out, HEADS, DIM_V, ROWS, NSA__WRITTEN, GIVEN),
+    NSA__VIEW(attend, lse, HEADS, ONE, REALS, NSA__WRITTEN, GIVEN_LSE),
+    NSA__VIEW(attend, blocks, LISTS, LIST, INTS, NSA__READ, NONE)};
+
+enum { NSA__MERGE_VIEWS = 6 };
+static const nsa__view nsa__merge_views[NSA__MERGE_VIEWS] = {
+    NSA__VIEW(merge, out_a, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(merge, out_b, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(merge, lse_a, HEADS, ONE, REALS, NSA__READ, ADDED),
+    NSA__VIEW(merge, lse_b, HEADS, ONE, REALS, NSA__READ, ADDED),
+    NSA__VIEW(merge, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN),
+    NSA__VIEW(merge, lse, HEADS, ONE, REALS, NSA__WRITTEN | NSA__FORWARD, GIVEN_LSE)};
+
+enum { NSA__SELECT_VIEWS = 6 };
+static const nsa__view nsa__select_views[NSA__SELECT_VIEWS] = {
+    NSA__VIEW(select, q, HEADS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(select, k, KEYS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(select, lse, HEADS, ONE, REALS, NSA__READ, NONE),
+    NSA__VIEW(select, scores, LISTS, SLC, REALS, NSA__WRITTEN | NSA__OPTIONAL, NONE),
+    NSA__VIEW(select, p_cmp, LISTS, CMP, REALS, NSA__WRITTEN | NSA__OPTIONAL, NONE),
+    NSA__VIEW(select, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE)};
+
+enum { NSA__SCORE_VIEWS = 5 };
+static const nsa__view nsa__score_views[NSA__SCORE_VIEWS] = {
+    NSA__VIEW(score, q, HEADS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(score, k, KEYS, DIM, ROWS, NSA__READ, NONE),
+    NSA__VIEW(score, weights, HEADS, ONE, NUMBERS, NSA__OPTIONAL, NONE),
+    NSA__VIEW(score, scores, LISTS, SLC, REALS, NSA__WRITTEN | NSA__OPTIONAL, NONE),
+    NSA__VIEW(score, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE)};
+
+/* The same struct where its lists are given. */
+static const nsa__view nsa__listed_views[NSA__SCORE_VIEWS] = {
+    NSA__VIEW(score, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(score, k, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(score, weights, HEADS, ONE, NUMBERS, NSA__OPTIONAL, ADDED),
+    NSA__VIEW(score, blocks, LISTS, LIST, INTS, NSA__READ, NONE),
+    NSA__VIEW(score, scores, LISTS, LIST, REALS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
+
+enum { NSA__RANK_VIEWS = 2 };
+static const nsa__view nsa__rank_views[NSA__RANK_VIEWS] = {
+    NSA__VIEW(rank, scores, LISTS, SLC, NUMBERS, NSA__READ, NONE),
+    NSA__VIEW(rank, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE)};
+
+enum { NSA__GATE_VIEWS = 5 };
+static const nsa__view nsa__gate_views[NSA__GATE_VIEWS] = {
+    NSA__VIEW(gate, logits, GATES, GATES, GATES, NSA__READ, ADDED),
+    NSA__VIEW(gate, cmp, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(gate, slc, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(gate, win, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(gate, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
+
+/* What the whole has beside its primitives' views and phi's: its gradients. */
+enum { NSA__ATTENTION_VIEWS = 7 };
+static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
+    NSA__VIEW(attention, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, k_slc, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, v_slc, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, k_win, KEYS, DIM, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, v_win, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, gates, GATES, GATES, GATES, NSA__READ, ADDED),
+    NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
+#undef NSA__VIEW
+
+/* What shapes are, and how rows are checked that are read in pieces. */
+typedef struct nsa__side {
+    nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
+    nsa__shape (*keys)(const nsa_desc *d, int64_t width);
+    nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
+    nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
+                       int field);
+} nsa__side;
+
+/* A call's views. */
+typedef struct nsa__checked {
+    const nsa__side *side;
+    const nsa_desc *d;
+    unsigned rows;     /* dtypes of rows */
+    int forward;       /* 0: backward */
+    int compressed;    /* keys are compressed blocks */
+    int sums;          /* a gradient of a row that tokens, heads or sequences share is the sum */
+    const int *fields; /* NULL, or the views' names where they are fields of another struct */
+} nsa__checked;
+
+static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
+    const nsa_desc *d = c->d;
+    const int heads[] = {d->heads, d->gate_heads, nsa__list_heads(d)};
+    const int widths[] = {d->dim,
+                          d->dim_v,
+                          1,
+                          3,
+                          nsa_block_list_width(d),
+                          nsa_slc_count(d, d->tokens),
+                          nsa_cmp_count(d, d->tokens)};
+    if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
+    return (c->compressed ? c->side->cmp : c->side->keys)(d, widths[v->width]);
+}
+
+/* Checks a view of x, or of dx if the field says so. */
+static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const nsa_tensor *x,
+                                unsigned dtypes, int writes, int field) {
+    nsa__shape shape = nsa__view_shape(c, v);
+    if (v->use & NSA__OPTIONAL && !shape.width) return NSA_OK; /* no block is to be had */
+    if (c->sums && writes && field & NSA__GRADIENT) {
+        if (!x->token && shape.rows > 1) shape.rows = 1;
+        if (!x->head) shape.heads = 1;
+        if (!x->batch && shape.batch > 1) shape.batch = 1;
+    }
+    if (v->as == NSA__AS_GATES) return nsa__check_gates(x, c->d, shape, dtypes, writes, field);
+    return (v->as == NSA__AS_ROWS ? c->side->rows : nsa__check_view)(x, shape, dtypes, writes,
+                                                                     field);
+}
+
+static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
+    const unsigned dtypes[] = {c->rows, nsa__floats(), nsa__floats(), nsa__real_dtypes(),
+                               NSA__INTS};
+    return dtypes[v->as];
+}
+
+/* The view in a struct of the table. */
+static const nsa_tensor *nsa__view_in(const void *of, const nsa__view *v) {
+    return (const nsa_tensor *)(const void *)((const char *)of + v->offset);
+}
+
+/* The first n views of a struct x. */
+static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views, int n,
+                                   const void *x) {
+    for (int i = 0; i < n; i++) {
+        const nsa__view *v = &views[i];
+        const nsa_tensor *view = nsa__view_in(x, v);
+        if (v->use & NSA__FORWARD && !c->forward) continue;
+        if (v->use & NSA__OPTIONAL && !view->data) continue;
+        NSA__CHECK(nsa__check_by(c, v, view, nsa__view_dtypes(c, v),
+                                 v->use & NSA__WRITTEN && c->forward,
+                                 c->fields ? c->fields[i] : v->field));
+    }
+    return NSA_OK;
+}
+
+/* The gradients in dx: first those that are given, then those that are asked for. */
+static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *views, int n,
+                                       const void *dx, const void *x) {
+    for (int adds = 0; adds < 2; adds++)
+        for (int i = 0; i < n; i++) {
+            const nsa__view *v = &views[i];
+            const nsa_tensor *of = nsa__view_in(x, v), *to = nsa__view_in(dx, v);
+            const int field = v->field | NSA__GRADIENT;
+            if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
+            if (v->gradient == NSA__GIVEN)
+                NSA__CHECK(
+                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | nsa__real_dtypes(), 0, field));
+            else if (v->gradient == NSA__GIVEN_LSE)
+                NSA__CHECK(nsa__check_lse_gradient(to, of, nsa__view_shape(c, v)));
+            else if (to->data)
+                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(of), 1, field));
+        }
+    return NSA_OK;
+}
+
+static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *x,
+                                    const nsa_desc *d) {
+    static const int fields[NSA__INPUTS] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
+                                            NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
+    nsa_tensor inputs[NSA__INPUTS];
+    nsa__cache_inputs(x, inputs);
+    for (int i = 0; i < NSA__INPUTS; i++) {
+        const nsa__shape shape = {d->batch, d->count, d->kv_heads, i % 2 ? d->dim_v : d->dim};
+        NSA__CHECK(side->rows(&inputs[i], shape, nsa__floats(), 0, fields[i]));
+    }
+    return NSA_OK;
+}
+
+#endif /* NSA__SHARED_VIEWS */
