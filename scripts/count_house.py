@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Counts what makes nsa/src easy or hard to change, and holds its limits: lines of a file, parameters of a function.
+"""Counts what makes nsa/src easy or hard to change, and holds its limits: lines of a file (of nsa/kernels too),
+parameters of a function.
 
   count_house.py            prints the table; exit code: how many limits are passed, at most 99
   count_house.py planted    plants each fault in a text in memory and checks that it is found
@@ -69,12 +70,12 @@ def table(texts):
     yield "functions", len(every)
 
 
-def findings(texts, known):
+def findings(texts, known, kernels=None):
     """What passes a limit; `known`: the functions that may have more parameters."""
-    for name, text in texts.items():
+    for name, text in (texts | (kernels or {})).items():
         lines, most = text.count("\n"), LINES.get(name, 750)
         if lines > most:
-            yield f"nsa/src/{name} has {lines} lines, {most} at most"
+            yield f"{name} has {lines} lines, {most} at most"
     counts = {name: count for text in texts.values() for name, count, _ in functions(bare(text))}
     for name, count in counts.items():
         if count > max(PARAMETERS, known.get(name, 0)):
@@ -98,8 +99,9 @@ def planted(texts):
 def main(arguments):
     if arguments not in ([], ["planted"]):
         raise SystemExit("usage: count_house.py [planted]")
-    texts = {path.name: path.read_text() for path in sorted((ROOT / "nsa/src").iterdir())}
-    found = list(planted(texts) if arguments else findings(texts, LONG))
+    texts, kernels = ({path.name: path.read_text() for path in sorted((ROOT / folder).iterdir())}
+                      for folder in ("nsa/src", "nsa/kernels"))
+    found = list(planted(texts) if arguments else findings(texts, LONG, kernels))
     for what, number in () if arguments else table(texts):
         print(f"{number:6} {what}")
     print("\n".join(found + [f"count_house: {len(found)} findings"]))

@@ -6,7 +6,7 @@
 #ifndef NSA_ATTEND_READERS_CUH
 #define NSA_ATTEND_READERS_CUH
 
-#include "attend_keys.cuh"
+#include "attend_mainloop.cuh"
 
 /* Rows that one block of threads works through before others share the readers of a selection
    block, and warps that share the queries of a sequence; tests define them small. */

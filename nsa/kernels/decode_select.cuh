@@ -7,7 +7,7 @@
 #ifndef NSA_DECODE_SELECT_CUH
 #define NSA_DECODE_SELECT_CUH
 
-#include "decode_attend.cuh"
+#include "decode_epilogue.cuh"
 #include "select_lists.cuh"
 
 enum { NSA__DECODE_SUM_WARPS = 4 };
