@@ -8,18 +8,18 @@
 #define _POSIX_C_SOURCE 200809L
 #include <stdint.h>
 
-/* nsa.h calls `task` for every task, and `go` for every step of one that takes turns. Here both
+/* nsa.h calls `task` for every task, and `step` for every step of ordered ones. Here both
    calls note the time before and after. */
 static const void *note_task(intptr_t what, const void *context, int64_t index);
-static void *note_step(const void *turns, void *place);
+static void *note_step(const void *ordered, void *slot);
 static int note_end(int done);
 #define task(context, index, scratch) \
     task(note_task((intptr_t)task, context, index), index, scratch), note_end(0)
-#define go(turns, place, scratch) \
-    go(turns, note_step(turns, place), scratch) ? note_end(1) : note_end(0)
+#define step(ordered, slot, scratch) \
+    step(ordered, note_step(ordered, slot), scratch) ? note_end(1) : note_end(0)
 #include "problem.h"
 #undef task
-#undef go
+#undef step
 #include "report.h"
 #include <errno.h>
 
@@ -27,12 +27,12 @@ enum { MAX_THREADS = 1024, ROUNDS = 3, LINES_AT_ONCE = 10, FORK_LINES = 10 };
 
 /* -- recording -- */
 
-/* A task, or a step of one that takes turns: either it makes the task's share of a tile, or it adds
-   the oldest share that is held; then the task has left other tiles afterwards than before. */
+/* A task, or a step of ordered ones: either it makes the task's share of a tile, or it adds
+   the oldest share that is pending; then the task has left other tiles afterwards than before. */
 typedef struct event {
     intptr_t what; /* the function; 0: a step */
     nsa__branch branch;
-    int32_t task, follows, left, leaves;
+    int32_t task, predecessor, left, leaves;
     size_t bytes;           /* of the sums of a tile */
     double seconds, before; /* of it, and of what one thread alone did before it */
 } event;
@@ -80,18 +80,18 @@ static const void *note_task(intptr_t what, const void *context, int64_t index) 
     return context;
 }
 
-static void *note_step(const void *turns, void *place) {
-    const nsa__turns *t = (const nsa__turns *)turns;
-    const nsa__place *at = (const nsa__place *)place;
+static void *note_step(const void *ordered, void *slot) {
+    const nsa__ordered *t = (const nsa__ordered *)ordered;
+    const nsa__task_slot *at = (const nsa__task_slot *)slot;
     const nsa__attend_plan *p = ((const nsa__head_job *)t->context)->plan;
     event *e = note_begin();
     e->branch = p->branch;
     e->task = at->task;
-    e->follows = at->follows;
+    e->predecessor = at->predecessor;
     e->bytes = (size_t)(p->cut.tile * (p->k.wide + p->v.wide)) * sizeof(nsa_real);
     e->left = t->progress[at->task];
     recording.leaving = t->progress + at->task;
-    return place;
+    return slot;
 }
 
 static int note_end(int done) {
@@ -167,12 +167,12 @@ static double replay_tasks(const machine *m, const event *e, size_t count) {
     return latest(clock, threads) + fork_seconds(m, threads);
 }
 
-/* A simulated place of nsa__turns. */
-typedef struct place {
+/* A simulated slot of nsa__ordered. */
+typedef struct slot {
     size_t share, add, end; /* of the events: the next of either kind, and behind the task's last */
     int32_t task;
-    int claimed, held;
-} place;
+    int claimed, pending;
+} slot;
 
 /* A task, as it is simulated. */
 typedef struct turn {
@@ -182,14 +182,14 @@ typedef struct turn {
     int thread;   /* who wrote it */
 } turn;
 
-typedef struct turns {
+typedef struct ordered {
     const machine *m;
     const event *e;
     turn *task;
     int32_t tasks;
-    place *places;
+    slot *slots;
     int threads;
-} turns;
+} ordered;
 
 static int is_add(const event *e) {
     return e->left != e->leaves;
@@ -197,59 +197,59 @@ static int is_add(const event *e) {
 
 /* The first event from `at` on that adds, or does not; the task's last, which only ends it, is
    neither. */
-static size_t next_of(const turns *t, const place *p, size_t at, int add) {
+static size_t next_of(const ordered *t, const slot *p, size_t at, int add) {
     while (at + 1 < p->end && is_add(&t->e[at]) != add) at++;
     return at;
 }
 
-static void place_take(turns *t, place *p, int64_t of) {
+static void slot_take(ordered *t, slot *p, int64_t of) {
     p->task = (int32_t)nsa__min(of, t->tasks);
     p->end = of < t->tasks ? t->task[p->task + 1].begin : 0;
-    p->claimed = p->held = 0;
+    p->claimed = p->pending = 0;
     if (!p->end) return;
     p->share = next_of(t, p, t->task[p->task].begin, 0);
     p->add = next_of(t, p, t->task[p->task].begin, 1);
 }
 
 /* Whether the task before has left the tiles up to `tile`. */
-static int may_enter(const turns *t, const event *e, int32_t tile, double now) {
-    const turn *before = e->follows < 0 ? NULL : &t->task[e->follows];
+static int may_enter(const ordered *t, const event *e, int32_t tile, double now) {
+    const turn *before = e->predecessor < 0 ? NULL : &t->task[e->predecessor];
     return !before || (before->left > tile && before->since <= now);
 }
 
-/* The event that the place's task goes on with, as nsa__backward_go does; its end where it may not
+/* The event that the slot's task goes on with, as nsa__backward_step does; its end where it may not
    go on. */
-static size_t next_event(const turns *t, const place *p, double now) {
+static size_t next_event(const ordered *t, const slot *p, double now) {
     const event *last = &t->e[p->end - 1];
-    if (p->held && may_enter(t, last, t->e[p->add].leaves - 1, now)) return p->add;
-    if (p->share + 1 < p->end && p->held < NSA__HELD) return p->share;
-    return !p->held && p->share + 1 == p->end && may_enter(t, last, INT32_MAX - 1, now) ? p->end - 1
-                                                                                        : p->end;
+    if (p->pending && may_enter(t, last, t->e[p->add].leaves - 1, now)) return p->add;
+    if (p->share + 1 < p->end && p->pending < NSA__PENDING) return p->share;
+    return !p->pending && p->share + 1 == p->end && may_enter(t, last, INT32_MAX - 1, now)
+               ? p->end - 1
+               : p->end;
 }
 
-/* The place that the thread goes to; -1: none yet, -2: none will come. */
-static int find_place(const turns *t, double now) {
+/* The slot that the thread goes to; -1: none yet, -2: none will come. */
+static int find_slot(const ordered *t, double now) {
     int best = -1, idle = 0;
-    for (int i = 0; i < t->threads * NSA__PLACES; i++) {
-        const place *p = &t->places[i];
+    for (int i = 0; i < t->threads * NSA__TASK_SLOTS; i++) {
+        const slot *p = &t->slots[i];
         if (p->task >= t->tasks || p->claimed) continue;
         idle = 1;
-        if ((best < 0 || p->task < t->places[best].task) && next_event(t, p, now) < p->end)
-            best = i;
+        if ((best < 0 || p->task < t->slots[best].task) && next_event(t, p, now) < p->end) best = i;
     }
     return best >= 0 ? best : idle ? -1 : -2;
 }
 
 /* When event `at` ends that thread `me` begins at `now`. Sums come from the core that had them. */
-static double event_end(const turns *t, size_t at, int me, double now) {
+static double event_end(const ordered *t, size_t at, int me, double now) {
     const event *e = &t->e[at];
-    if (is_add(e) && e->follows >= 0 && t->task[e->follows].thread != me)
+    if (is_add(e) && e->predecessor >= 0 && t->task[e->predecessor].thread != me)
         now += t->m->line * (1 + (double)e->bytes / 64 / LINES_AT_ONCE);
     return now + e->seconds;
 }
 
 /* What holds after event `at`; 1 where that was the task's last. */
-static int finish(turns *t, place *p, size_t at, int me, double now) {
+static int finish(ordered *t, slot *p, size_t at, int me, double now) {
     turn *of = &t->task[p->task];
     if (is_add(&t->e[at])) {
         of->left = t->e[at].leaves;
@@ -257,41 +257,41 @@ static int finish(turns *t, place *p, size_t at, int me, double now) {
         of->thread = me;
     }
     if (at + 1 == p->end) {
-        place_take(t, p, p->task + (int64_t)t->threads * NSA__PLACES);
+        slot_take(t, p, p->task + (int64_t)t->threads * NSA__TASK_SLOTS);
         return 1;
     }
     if (at == p->add) {
-        p->held--;
+        p->pending--;
         p->add = next_of(t, p, at + 1, 1);
     } else {
-        p->held += is_add(&t->e[at + 1]) && at + 2 < p->end;
+        p->pending += is_add(&t->e[at + 1]) && at + 2 < p->end;
         p->share = next_of(t, p, at + 1, 0);
     }
     return 0;
 }
 
 /* The events of all threads in the order of their ends: the one who is first goes on. */
-static double replay_threads(turns *t) {
+static double replay_threads(ordered *t) {
     double clock[MAX_THREADS] = {0}, end = 0;
     size_t doing[MAX_THREADS];
     int at[MAX_THREADS], left = t->threads;
-    const double look = t->m->line * (1 + (double)t->threads * NSA__PLACES / LINES_AT_ONCE);
+    const double look = t->m->line * (1 + (double)t->threads * NSA__TASK_SLOTS / LINES_AT_ONCE);
     for (int i = 0; i < t->threads; i++) at[i] = -1, doing[i] = 0;
     while (left) {
         int me = earliest(clock, t->threads);
         double now = clock[me];
-        place *p = at[me] < 0 ? NULL : &t->places[at[me]];
+        slot *p = at[me] < 0 ? NULL : &t->slots[at[me]];
         if (p && doing[me] < p->end && finish(t, p, doing[me], me, now)) p = NULL;
         if (p && (doing[me] = next_event(t, p, now)) < p->end) {
             clock[me] = event_end(t, doing[me], me, now);
             continue;
         }
         if (p) p->claimed = 0;
-        at[me] = find_place(t, now);
+        at[me] = find_slot(t, now);
         clock[me] = at[me] == -2 ? HUGE_VAL : now + look;
         if (at[me] >= 0) {
-            t->places[at[me]].claimed = 1;
-            doing[me] = t->places[at[me]].end;
+            t->slots[at[me]].claimed = 1;
+            doing[me] = t->slots[at[me]].end;
         }
         left -= at[me] == -2;
         end = now > end ? now : end;
@@ -299,17 +299,17 @@ static double replay_threads(turns *t) {
     return end;
 }
 
-static double replay_turns(const machine *m, const event *e, size_t count) {
-    turns t = {m, e, NULL, e[count - 1].task + 1, NULL, 0};
+static double replay_ordered(const machine *m, const event *e, size_t count) {
+    ordered t = {m, e, NULL, e[count - 1].task + 1, NULL, 0};
     t.threads = (int)nsa__min(m->threads, t.tasks);
     t.task = (turn *)allocate(((size_t)t.tasks + 1) * sizeof *t.task);
-    t.places = (place *)allocate((size_t)t.threads * NSA__PLACES * sizeof *t.places);
+    t.slots = (slot *)allocate((size_t)t.threads * NSA__TASK_SLOTS * sizeof *t.slots);
     for (int32_t i = 0; i <= t.tasks; i++) t.task[i] = (turn){count, 0, 0, -1};
     for (size_t i = count; i-- > 0;) t.task[e[i].task] = (turn){i, e[i].left, 0, -1};
-    for (int i = 0; i < t.threads * NSA__PLACES; i++) place_take(&t, &t.places[i], i);
+    for (int i = 0; i < t.threads * NSA__TASK_SLOTS; i++) slot_take(&t, &t.slots[i], i);
     double end = replay_threads(&t);
     free(t.task);
-    free(t.places);
+    free(t.slots);
     return end + fork_seconds(m, t.threads);
 }
 
@@ -384,7 +384,7 @@ static summary replay(const machine *m, const record *r) {
         const char *branch = !e->what || is_attention(e->what) ? branches[e->branch] : "";
         add_part(&s, "one thread alone", "", 0, e->before, e->before, e->before);
         add_part(&s, name_of(e->what), branch, tasks, alone,
-                 e->what ? replay_tasks(m, e, n) : replay_turns(m, e, n), longest);
+                 e->what ? replay_tasks(m, e, n) : replay_ordered(m, e, n), longest);
         i += n;
     }
     return s;

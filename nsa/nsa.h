@@ -1574,7 +1574,6 @@ static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *
      listed        named by at least one list of the queries at hand
      nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
      packed        copied to workspace by tile, as rows of whole vectors or transposed
-     place         memory of a backward task between its turns
      plan          what is constant in a call: geometry, tile sizes, bytes of workspace
      row           the dim or dim_v numbers of one token and head
      sequence      one of the batch; begins gives its rows if lengths vary
@@ -1582,6 +1581,7 @@ static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *
      span          keys begin .. end - 1 that a query sees
      stencil       weights of the compressed blocks around a selection block, Eq. 9
      task          queries of one head that a thread computes from end to end
+     task slot     memory of a backward task between its steps
      team          the threads of a call, each with its scratch
      tile          up to 64 neighbouring keys; also the functions that compute with them
      tile queries  the queries of a task that see a key of the current tile */
@@ -2695,18 +2695,18 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 #endif
 }
 
-/* -- tasks that take turns --
+/* -- ordered tasks --
    Backward's tasks add to dk and dv of the same tiles. Each sum must have one order of tasks,
    whatever the number of threads. So a task enters a tile only if the task that it follows, and all
    before that one, have left it.
-   Tasks go through their tiles upwards. A task that may not go on keeps its state in its place, and
+   Tasks go through their tiles upwards. A task that may not go on keeps its state in its slot, and
    its thread takes another task. No thread waits for one that has lost its core as long as there is
    other work.
-   Place i takes tasks i, i + places, i + 2 places, ... one after another, so tasks begin in index
-   order. The first unfinished task is then always in a place, and it waits for no other task: the
+   Slot i takes tasks i, i + slots, i + 2 slots, ... one after another, so tasks begin in index
+   order. The first unfinished task is then always in a slot, and it waits for no other task: the
    tasks cannot lock. */
 
-enum { NSA__PLACES = 4 }; /* places for each thread */
+enum { NSA__TASK_SLOTS = 4 }; /* slots for each thread */
 
 /* Gives the core to another thread, because the caller has found nothing to do. */
 static void nsa__yield(void) {
@@ -2741,7 +2741,7 @@ static void nsa__write(int32_t *x, int32_t value) {
 }
 
 /* 1 for the first thread that asks, until that thread writes 0. The others only count on, and leave
-   the place alone. */
+   the slot alone. */
 static int nsa__claim(int32_t *claims) {
     int32_t earlier;
 #ifdef _OPENMP
@@ -2755,118 +2755,120 @@ static int nsa__claim(int32_t *claims) {
 }
 
 /* Where a task keeps its state from its first tile to its last. The state itself follows in memory.
-   A thread that has not claimed the place reads its fields by nsa__read, as a hint. */
-typedef struct nsa__place {
-    int32_t claims;  /* 0: no thread works here */
-    int32_t task;    /* the task that is here or begins next; turns->tasks: none is left */
-    int32_t follows; /* the task that it follows, or -1 */
-    int32_t needs;   /* the tile that this one must have left before the task goes on, or -1 */
-    int32_t begun;   /* 1: its state has been loaded */
-    int32_t moved;   /* 1: the thread's scratch is not the task's any more */
-} nsa__place;
+   A thread that has not claimed the slot reads its fields by nsa__read, as a hint. */
+typedef struct nsa__task_slot {
+    int32_t claims;      /* 0: no thread works here */
+    int32_t task;        /* the task that is here or begins next; ordered->tasks: none is left */
+    int32_t predecessor; /* the task that comes before it, or -1 */
+    int32_t wait_tile;   /* the tile that this one must have left before the task goes on, or -1 */
+    int32_t started;     /* 1: its state has been loaded */
+    int32_t migrated;    /* 1: the thread's scratch is not the task's any more */
+} nsa__task_slot;
 
-/* A run of such tasks. A thread's scratch is | scratch_bytes | place 0 | .. | place 3 |. */
-typedef struct nsa__turns {
+/* A run of such tasks. A thread's scratch is | scratch_bytes | slot 0 | .. | slot 3 |. */
+typedef struct nsa__ordered {
     int32_t tasks;
     int32_t *progress; /* of task i: it, and all that it follows, have left tiles < progress[i] */
     const void *context;
-    /* sets follows and needs of a task that has come to a place */
-    void (*come)(const struct nsa__turns *turns, nsa__place *place);
+    /* sets predecessor and wait_tile of a task that has come to a slot */
+    void (*bind)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
     /* goes on with a task by one step; returns 1 if the task is done */
-    int (*go)(const struct nsa__turns *turns, nsa__place *place, void *scratch);
-    size_t place_bytes;   /* of a place and the state of its task */
-    size_t scratch_bytes; /* of a thread, before its places: what holds for one tile only */
-} nsa__turns;
+    int (*step)(const struct nsa__ordered *ordered, nsa__task_slot *slot, void *scratch);
+    size_t slot_bytes;    /* of a slot and the state of its task */
+    size_t scratch_bytes; /* of a thread, before its slots: what holds for one tile only */
+} nsa__ordered;
 
-static size_t nsa__turns_scratch(const nsa__turns *turns) {
-    return turns->scratch_bytes + NSA__PLACES * turns->place_bytes;
+static size_t nsa__ordered_scratch(const nsa__ordered *ordered) {
+    return ordered->scratch_bytes + NSA__TASK_SLOTS * ordered->slot_bytes;
 }
 
-static int nsa__may_enter(const nsa__turns *turns, int32_t follows, int32_t tile) {
-    return follows < 0 || nsa__read(turns->progress + follows) > tile;
+static int nsa__may_enter(const nsa__ordered *ordered, int32_t predecessor, int32_t tile) {
+    return predecessor < 0 || nsa__read(ordered->progress + predecessor) > tile;
 }
 
-static nsa__place *nsa__place_at(const nsa__turns *turns, const nsa__team *team, int i) {
-    char *of_thread = team->scratch + team->scratch_bytes * (size_t)(i / NSA__PLACES);
-    return (nsa__place *)(void *)(of_thread + turns->scratch_bytes +
-                                  turns->place_bytes * (size_t)(i % NSA__PLACES));
+static nsa__task_slot *nsa__slot_at(const nsa__ordered *ordered, const nsa__team *team, int i) {
+    char *of_thread = team->scratch + team->scratch_bytes * (size_t)(i / NSA__TASK_SLOTS);
+    return (nsa__task_slot *)(void *)(of_thread + ordered->scratch_bytes +
+                                      ordered->slot_bytes * (size_t)(i % NSA__TASK_SLOTS));
 }
 
-/* Puts `task` into a place that no other thread works at, or marks the place as done. */
-static void nsa__place_next(const nsa__turns *turns, nsa__place *place, int64_t task) {
-    nsa__write(&place->begun, 0);
-    nsa__write(&place->task, (int32_t)nsa__min(task, turns->tasks));
-    if (task < turns->tasks) turns->come(turns, place);
+/* Puts `task` into a slot that no other thread works at, or marks the slot as done. */
+static void nsa__slot_next(const nsa__ordered *ordered, nsa__task_slot *slot, int64_t task) {
+    nsa__write(&slot->started, 0);
+    nsa__write(&slot->task, (int32_t)nsa__min(task, ordered->tasks));
+    if (task < ordered->tasks) ordered->bind(ordered, slot);
 }
 
-/* Claims the place of the first task that may go on and that no thread works at; NULL if there is
-   none. *idle becomes 1 if any unfinished task is unclaimed. Fields are read before the place is
+/* Claims the slot of the first task that may go on and that no thread works at; NULL if there is
+   none. *idle becomes 1 if any unfinished task is unclaimed. Fields are read before the slot is
    claimed, and tested again behind the claim, because another thread may have gone on with it. */
-static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *team, int *idle) {
-    nsa__place *best = NULL;
-    int32_t first = turns->tasks;
+static nsa__task_slot *nsa__slot_find(const nsa__ordered *ordered, const nsa__team *team,
+                                      int *idle) {
+    nsa__task_slot *best = NULL;
+    int32_t first = ordered->tasks;
     *idle = 0;
-    for (int i = 0; i < team->threads * NSA__PLACES; i++) {
-        nsa__place *place = nsa__place_at(turns, team, i);
-        int32_t task = nsa__read(&place->task);
-        if (task >= turns->tasks || nsa__read(&place->claims)) continue;
+    for (int i = 0; i < team->threads * NSA__TASK_SLOTS; i++) {
+        nsa__task_slot *slot = nsa__slot_at(ordered, team, i);
+        int32_t task = nsa__read(&slot->task);
+        if (task >= ordered->tasks || nsa__read(&slot->claims)) continue;
         *idle = 1;
         if (task >= first ||
-            !nsa__may_enter(turns, nsa__read(&place->follows), nsa__read(&place->needs)))
+            !nsa__may_enter(ordered, nsa__read(&slot->predecessor), nsa__read(&slot->wait_tile)))
             continue;
         first = task;
-        best = place;
+        best = slot;
     }
     if (!best || !nsa__claim(&best->claims)) return NULL;
-    if (best->task < turns->tasks && nsa__may_enter(turns, best->follows, best->needs)) return best;
+    if (best->task < ordered->tasks && nsa__may_enter(ordered, best->predecessor, best->wait_tile))
+        return best;
     nsa__write(&best->claims, 0); /* another thread has been at it meanwhile */
     return NULL;
 }
 
 /* Goes on with one task, as far as it may. Returns 0 if no task may go on. */
-static int nsa__take_turn(const nsa__turns *turns, const nsa__team *team, void *scratch,
+static int nsa__step_slot(const nsa__ordered *ordered, const nsa__team *team, void *scratch,
                           int *idle) {
-    nsa__place *place = nsa__place_find(turns, team, idle);
+    nsa__task_slot *slot = nsa__slot_find(ordered, team, idle);
     int done = 0;
-    if (!place) return 0;
-    place->moved = 1;
-    while (!done && nsa__may_enter(turns, place->follows, place->needs))
-        done = turns->go(turns, place, scratch);
-    if (done) nsa__place_next(turns, place, place->task + (int64_t)team->threads * NSA__PLACES);
-    nsa__write(&place->claims, 0);
+    if (!slot) return 0;
+    slot->migrated = 1;
+    while (!done && nsa__may_enter(ordered, slot->predecessor, slot->wait_tile))
+        done = ordered->step(ordered, slot, scratch);
+    if (done) nsa__slot_next(ordered, slot, slot->task + (int64_t)team->threads * NSA__TASK_SLOTS);
+    nsa__write(&slot->claims, 0);
     return 1;
 }
 
 /* The work of one thread. It ends if every task that is not done is claimed by another thread.
    The first unfinished task may always go on, so a thread yields only while another works at
    that task. */
-static void nsa__take_turns(const nsa__turns *turns, const nsa__team *team, void *scratch) {
+static void nsa__run_slots(const nsa__ordered *ordered, const nsa__team *team, void *scratch) {
     for (int idle = 1; idle;)
-        if (nsa__take_turn(turns, team, scratch, &idle))
+        if (nsa__step_slot(ordered, team, scratch, &idle))
             idle = 1;
         else if (idle)
             nsa__yield();
 }
 
-/* Fills the places with the first tasks. No task has left any tile. */
-static void nsa__turns_begin(const nsa__turns *turns, const nsa__team *team) {
-    for (int i = 0; i < team->threads * NSA__PLACES; i++) {
-        nsa__place *place = nsa__place_at(turns, team, i);
-        place->claims = 0;
-        nsa__place_next(turns, place, i);
+/* Fills the slots with the first tasks. No task has left any tile. */
+static void nsa__ordered_begin(const nsa__ordered *ordered, const nsa__team *team) {
+    for (int i = 0; i < team->threads * NSA__TASK_SLOTS; i++) {
+        nsa__task_slot *slot = nsa__slot_at(ordered, team, i);
+        slot->claims = 0;
+        nsa__slot_next(ordered, slot, i);
     }
-    for (int32_t i = 0; i < turns->tasks; i++) turns->progress[i] = 0;
+    for (int32_t i = 0; i < ordered->tasks; i++) ordered->progress[i] = 0;
 }
 
-static void nsa__run_in_turn(const nsa__team *team, const nsa__turns *turns) {
-    nsa__turns_begin(turns, team);
+static void nsa__run_ordered(const nsa__team *team, const nsa__ordered *ordered) {
+    nsa__ordered_begin(ordered, team);
 #ifdef _OPENMP
-    int threads = (int)nsa__max(1, nsa__min(team->threads, turns->tasks));
+    int threads = (int)nsa__max(1, nsa__min(team->threads, ordered->tasks));
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    nsa__take_turns(turns, team,
-                    team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
+    nsa__run_slots(ordered, team,
+                   team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
 #else
-    nsa__take_turns(turns, team, team->scratch);
+    nsa__run_slots(ordered, team, team->scratch);
 #endif
 }
 
@@ -7489,7 +7491,7 @@ enum {
     /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
     NSA__SHARE_NUMBERS = 1 << 19,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
-    NSA__HELD = 8,
+    NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
@@ -7603,8 +7605,8 @@ static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, ns
     const int64_t numbers = nsa__max(1, keys * nsa__row_numbers(d));
     const int64_t each = 2; /* tasks for a thread */
     const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    share.active_heads = (int)nsa__max(1, nsa__min(held, s->head_slots));
+    const int64_t fit = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    share.active_heads = (int)nsa__max(1, nsa__min(fit, s->head_slots));
     if (nsa__traits_of[branch].lists)
         share.least_tasks = (int)nsa__ceil_div(tasks, share.active_heads);
     return share;
@@ -8269,9 +8271,9 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
             const void *from = nsa__walk_packed(job, o, begin, r);
-            const int held = from ? width : 0;
+            const int present = from ? width : 0;
             if (from) nsa__load(row, x->dtype, from, width);
-            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
+            if (present < wide) memset(row + present, 0, (size_t)(wide - present) * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
         for (int i = 0; !all_finite && i < NSA__LANES; i++)
@@ -9055,9 +9057,9 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
    pairs of bf16 q is as it is, and so is dout: its gate is a factor of p and ds before they are
    rounded, once. dq belongs to the task alone. A tile's dk and dv belong to all tasks that read the
    tile, which add in a fixed order
-   (nsa__turns). So all sums have the same bits for any number of threads. */
+   (nsa__ordered). So all sums have the same bits for any number of threads. */
 
-/* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
+/* A backward task: p and ds are scratch of the thread, the rest stays in the task's slot. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
     nsa_real *q, *dout, *dq;  /* rows of the task */
@@ -9068,13 +9070,13 @@ typedef struct nsa__backward {
     nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
+    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest` on,
        around the end. */
     nsa_real *dk, *dv;
-    uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
-    int32_t held_tile[NSA__HELD];
-    int held, oldest;
-    int add; /* the tile's share has been begun */
+    uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
+    int32_t pending_tile[NSA__PENDING];
+    int pending, oldest;
+    int add; /* the tile's share has been started */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -9091,8 +9093,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->k.wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->v.wide);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->k.wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->v.wide);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
@@ -9155,7 +9157,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     const nsa__attend_plan *p = job->plan;
     const nsa__gate_job *gate = p->options.gate;
     nsa__tile_iter_begin(&f->iter, job, task);
-    f->held = f->oldest = 0;
+    f->pending = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -9180,7 +9182,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
 
 /* The share that the task makes at the moment. */
 static int nsa__backward_newest(const nsa__backward *f) {
-    return (f->oldest + f->held - 1) % NSA__HELD;
+    return (f->oldest + f->pending - 1) % NSA__PENDING;
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
@@ -9259,38 +9261,38 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-/* A place of the backward pass: the place, the task's state, then the arrays of that state. */
-typedef struct nsa__backward_place {
-    nsa__place place;
+/* A slot of the backward pass: the slot, the task's state, then the arrays of that state. */
+typedef struct nsa__backward_slot {
+    nsa__task_slot slot;
     nsa__backward task;
-} nsa__backward_place;
+} nsa__backward_slot;
 
-/* The state of the task in a place, with its arrays: those of one tile in `scratch`, the others in
-   `own`, behind the place. Without a place it only counts the bytes of both arenas. */
-static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
+/* The state of the task in a slot, with its arrays: those of one tile in `scratch`, the others in
+   `own`, behind the slot. Without a slot it only counts the bytes of both arenas. */
+static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, nsa__arena *scratch,
                                        nsa__arena *own) {
-    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : NULL;
-    own->base = (char *)place;
-    nsa__alloc(own, 1, sizeof(nsa__backward_place));
+    nsa__backward any, *f = slot ? &((nsa__backward_slot *)slot)->task : NULL;
+    own->base = (char *)slot;
+    nsa__alloc(own, 1, sizeof(nsa__backward_slot));
     nsa__backward_alloc(f ? f : &any, p, own, scratch);
     return f;
 }
 
 /* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
-    const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
-    nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
-    nsa__write(&place->needs, -1);
+static void nsa__backward_bind(const nsa__ordered *ordered, nsa__task_slot *slot) {
+    const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
+    nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
+    nsa__write(&slot->wait_tile, -1);
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
    may add it. A batch of the whole tile need not add to zeros. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    f->held++;
+    f->pending++;
     int newest = nsa__backward_newest(f);
     size_t keys = (size_t)p->cut.tile;
-    f->held_tile[newest] = f->iter.tile;
+    f->pending_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
     f->add = 0;
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
@@ -9316,45 +9318,46 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
 /* Adds the oldest share to the tile's sums, and returns the tile. */
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int32_t oldest = f->oldest, tile = f->held_tile[oldest];
+    int32_t oldest = f->oldest, tile = f->pending_tile[oldest];
     int n = p->cut.tile * p->k.wide, n_v = p->cut.tile * p->v.wide;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
-    f->held--;
-    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
+    f->pending--;
+    f->oldest = f->pending ? (f->oldest + 1) % NSA__PENDING : 0;
     return tile;
 }
 
 /* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
    task may come back in another thread, whose scratch does not have its masks, so it reads its tile
    again. */
-static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
-    int64_t nth = place->task;
-    const nsa__head_job *job = nsa__job_of(turns->context, &nth);
+static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot, void *scratch) {
+    int64_t nth = slot->task;
+    const nsa__head_job *job = nsa__job_of(ordered->context, &nth);
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
-    nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
+    nsa__backward *f = nsa__backward_at(job->plan, slot, &of_tile, &own);
     nsa__tile_iter *it = &f->iter;
-    if (!place->begun) {
+    if (!slot->started) {
         /* from the last queries on: they have most to read, which no thread should begin last */
         nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - nth);
         nsa__tile_iter_next(it, job);
-        place->begun = 1;
-        place->moved = 0;
-    } else if (f->held && nsa__may_enter(turns, place->follows, f->held_tile[f->oldest])) {
-        nsa__write(turns->progress + place->task, nsa__backward_add(f, job) + 1);
+        slot->started = 1;
+        slot->migrated = 0;
+    } else if (f->pending &&
+               nsa__may_enter(ordered, slot->predecessor, f->pending_tile[f->oldest])) {
+        nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job) + 1);
     } else if (it->tile < it->tile_end) {
-        if (place->moved) nsa__tile_iter_read(it, job);
-        place->moved = 0;
+        if (slot->migrated) nsa__tile_iter_read(it, job);
+        slot->migrated = 0;
         nsa__backward_tile(f, job);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
-        nsa__write(turns->progress + place->task, INT32_MAX);
+        nsa__write(ordered->progress + slot->task, INT32_MAX);
         return 1;
     }
-    int32_t needs = f->held ? f->held_tile[f->oldest] : INT32_MAX - 1;
-    if (it->tile < it->tile_end && f->held < NSA__HELD) needs = -1;
-    nsa__write(&place->needs, needs);
+    int32_t wait_tile = f->pending ? f->pending_tile[f->oldest] : INT32_MAX - 1;
+    if (it->tile < it->tile_end && f->pending < NSA__PENDING) wait_tile = -1;
+    nsa__write(&slot->wait_tile, wait_tile);
     return 0;
 }
 
@@ -9385,13 +9388,13 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
 }
 
-/* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
-static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
-    nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
-    nsa__backward_at(jobs->plan, NULL, &scratch, &place);
-    nsa__turns turns = {0,          jobs->progress, jobs, nsa__backward_come, nsa__backward_go,
-                        place.used, scratch.used};
-    return turns;
+/* The order of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
+static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
+    nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
+    nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
+    nsa__ordered ordered = {0,         jobs->progress, jobs, nsa__backward_bind, nsa__backward_step,
+                            slot.used, scratch.used};
+    return ordered;
 }
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
@@ -9434,16 +9437,16 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
-    nsa__turns turns = nsa__backward_turns(jobs);
+    nsa__ordered ordered = nsa__backward_ordered(jobs);
     p.shared = shared.used;
-    p.scratch = nsa__pack_scratch(&p, nsa__turns_scratch(&turns));
+    p.scratch = nsa__pack_scratch(&p, nsa__ordered_scratch(&ordered));
     return p;
 }
 
 static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__turns turns = nsa__backward_turns(jobs);
-    turns.tasks = (int32_t)nsa__query_tasks(jobs);
-    nsa__run_in_turn(team, &turns);
+    nsa__ordered ordered = nsa__backward_ordered(jobs);
+    ordered.tasks = (int32_t)nsa__query_tasks(jobs);
+    nsa__run_ordered(team, &ordered);
     nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
              nsa__key_gradient_task, jobs);
 }

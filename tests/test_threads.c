@@ -1,7 +1,7 @@
-/* test_threads.c - backward, whose tasks take turns, under every way of having threads: more than
+/* test_threads.c - backward, whose tasks are ordered, under every way of having threads: more than
    there are, fewer than asked for, in nested regions, on the caller's own, with one that does not
    come back for long.
-   Twin: nsa.h's "tasks that take turns". Not here: whether the numbers are right, which the tests
+   Twin: nsa.h's "ordered tasks". Not here: whether the numbers are right, which the tests
    of the primitives say for one thread; here all others must give the same bits.
 
    CMake runs it with OpenMP's limits in the environment too, and test_threads.sh with other
@@ -297,20 +297,20 @@ static void test_pool(void) {
 static struct { int task, done, held; } stalled;
 
 static void stalled_backward(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__turns turns = nsa__backward_turns(jobs);
-    turns.tasks = (int32_t)nsa__query_tasks(jobs);
-    nsa__turns_begin(&turns, team);
-    nsa__place *held = nsa__place_at(&turns, team, stalled.task);
+    nsa__ordered ordered = nsa__backward_ordered(jobs);
+    ordered.tasks = (int32_t)nsa__query_tasks(jobs);
+    nsa__ordered_begin(&ordered, team);
+    nsa__task_slot *held = nsa__slot_at(&ordered, team, stalled.task);
     CHECK(nsa__claim(&held->claims), "task %d is free at first", stalled.task);
-    for (int idle; nsa__take_turn(&turns, team, team->scratch, &idle);) {
+    for (int idle; nsa__step_slot(&ordered, team, team->scratch, &idle);) {
     }
-    for (int i = 0; i < turns.tasks; i++) stalled.done += turns.progress[i] == INT32_MAX;
-    stalled.held = turns.progress[stalled.task] == INT32_MAX;
+    for (int i = 0; i < ordered.tasks; i++) stalled.done += ordered.progress[i] == INT32_MAX;
+    stalled.held = ordered.progress[stalled.task] == INT32_MAX;
     nsa__write(&held->claims, 0);
-    nsa__take_turns(&turns, team, team->scratch);
-    for (int i = 0; i < turns.tasks; i++)
-        if (turns.progress[i] != INT32_MAX)
-            CHECK(0, "task %d of %d is not done", i, (int)turns.tasks);
+    nsa__run_slots(&ordered, team, team->scratch);
+    for (int i = 0; i < ordered.tasks; i++)
+        if (ordered.progress[i] != INT32_MAX)
+            CHECK(0, "task %d of %d is not done", i, (int)ordered.tasks);
     nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
              nsa__key_gradient_task, jobs);
 }

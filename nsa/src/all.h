@@ -23,7 +23,6 @@
      listed        named by at least one list of the queries at hand
      nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
      packed        copied to workspace by tile, as rows of whole vectors or transposed
-     place         memory of a backward task between its turns
      plan          what is constant in a call: geometry, tile sizes, bytes of workspace
      row           the dim or dim_v numbers of one token and head
      sequence      one of the batch; begins gives its rows if lengths vary
@@ -31,6 +30,7 @@
      span          keys begin .. end - 1 that a query sees
      stencil       weights of the compressed blocks around a selection block, Eq. 9
      task          queries of one head that a thread computes from end to end
+     task slot     memory of a backward task between its steps
      team          the threads of a call, each with its scratch
      tile          up to 64 neighbouring keys; also the functions that compute with them
      tile queries  the queries of a task that see a key of the current tile */

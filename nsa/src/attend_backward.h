@@ -10,11 +10,11 @@
    pairs of bf16 q is as it is, and so is dout: its gate is a factor of p and ds before they are
    rounded, once. dq belongs to the task alone. A tile's dk and dv belong to all tasks that read the
    tile, which add in a fixed order
-   (nsa__turns). So all sums have the same bits for any number of threads. */
+   (nsa__ordered). So all sums have the same bits for any number of threads. */
 #pragma once
 #include "attend_rows.h"
 
-/* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
+/* A backward task: p and ds are scratch of the thread, the rest stays in the task's slot. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
     nsa_real *q, *dout, *dq;  /* rows of the task */
@@ -25,13 +25,13 @@ typedef struct nsa__backward {
     nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
+    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest` on,
        around the end. */
     nsa_real *dk, *dv;
-    uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
-    int32_t held_tile[NSA__HELD];
-    int held, oldest;
-    int add; /* the tile's share has been begun */
+    uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
+    int32_t pending_tile[NSA__PENDING];
+    int pending, oldest;
+    int add; /* the tile's share has been started */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -48,8 +48,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->k.wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->v.wide);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->k.wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->v.wide);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
@@ -112,7 +112,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     const nsa__attend_plan *p = job->plan;
     const nsa__gate_job *gate = p->options.gate;
     nsa__tile_iter_begin(&f->iter, job, task);
-    f->held = f->oldest = 0;
+    f->pending = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -137,7 +137,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
 
 /* The share that the task makes at the moment. */
 static int nsa__backward_newest(const nsa__backward *f) {
-    return (f->oldest + f->held - 1) % NSA__HELD;
+    return (f->oldest + f->pending - 1) % NSA__PENDING;
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
@@ -216,38 +216,38 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-/* A place of the backward pass: the place, the task's state, then the arrays of that state. */
-typedef struct nsa__backward_place {
-    nsa__place place;
+/* A slot of the backward pass: the slot, the task's state, then the arrays of that state. */
+typedef struct nsa__backward_slot {
+    nsa__task_slot slot;
     nsa__backward task;
-} nsa__backward_place;
+} nsa__backward_slot;
 
-/* The state of the task in a place, with its arrays: those of one tile in `scratch`, the others in
-   `own`, behind the place. Without a place it only counts the bytes of both arenas. */
-static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
+/* The state of the task in a slot, with its arrays: those of one tile in `scratch`, the others in
+   `own`, behind the slot. Without a slot it only counts the bytes of both arenas. */
+static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, nsa__arena *scratch,
                                        nsa__arena *own) {
-    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : NULL;
-    own->base = (char *)place;
-    nsa__alloc(own, 1, sizeof(nsa__backward_place));
+    nsa__backward any, *f = slot ? &((nsa__backward_slot *)slot)->task : NULL;
+    own->base = (char *)slot;
+    nsa__alloc(own, 1, sizeof(nsa__backward_slot));
     nsa__backward_alloc(f ? f : &any, p, own, scratch);
     return f;
 }
 
 /* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
-    const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
-    nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
-    nsa__write(&place->needs, -1);
+static void nsa__backward_bind(const nsa__ordered *ordered, nsa__task_slot *slot) {
+    const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
+    nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
+    nsa__write(&slot->wait_tile, -1);
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
    may add it. A batch of the whole tile need not add to zeros. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    f->held++;
+    f->pending++;
     int newest = nsa__backward_newest(f);
     size_t keys = (size_t)p->cut.tile;
-    f->held_tile[newest] = f->iter.tile;
+    f->pending_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
     f->add = 0;
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
@@ -273,45 +273,46 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
 /* Adds the oldest share to the tile's sums, and returns the tile. */
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int32_t oldest = f->oldest, tile = f->held_tile[oldest];
+    int32_t oldest = f->oldest, tile = f->pending_tile[oldest];
     int n = p->cut.tile * p->k.wide, n_v = p->cut.tile * p->v.wide;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
-    f->held--;
-    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
+    f->pending--;
+    f->oldest = f->pending ? (f->oldest + 1) % NSA__PENDING : 0;
     return tile;
 }
 
 /* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
    task may come back in another thread, whose scratch does not have its masks, so it reads its tile
    again. */
-static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
-    int64_t nth = place->task;
-    const nsa__head_job *job = nsa__job_of(turns->context, &nth);
+static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot, void *scratch) {
+    int64_t nth = slot->task;
+    const nsa__head_job *job = nsa__job_of(ordered->context, &nth);
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
-    nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
+    nsa__backward *f = nsa__backward_at(job->plan, slot, &of_tile, &own);
     nsa__tile_iter *it = &f->iter;
-    if (!place->begun) {
+    if (!slot->started) {
         /* from the last queries on: they have most to read, which no thread should begin last */
         nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - nth);
         nsa__tile_iter_next(it, job);
-        place->begun = 1;
-        place->moved = 0;
-    } else if (f->held && nsa__may_enter(turns, place->follows, f->held_tile[f->oldest])) {
-        nsa__write(turns->progress + place->task, nsa__backward_add(f, job) + 1);
+        slot->started = 1;
+        slot->migrated = 0;
+    } else if (f->pending &&
+               nsa__may_enter(ordered, slot->predecessor, f->pending_tile[f->oldest])) {
+        nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job) + 1);
     } else if (it->tile < it->tile_end) {
-        if (place->moved) nsa__tile_iter_read(it, job);
-        place->moved = 0;
+        if (slot->migrated) nsa__tile_iter_read(it, job);
+        slot->migrated = 0;
         nsa__backward_tile(f, job);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
-        nsa__write(turns->progress + place->task, INT32_MAX);
+        nsa__write(ordered->progress + slot->task, INT32_MAX);
         return 1;
     }
-    int32_t needs = f->held ? f->held_tile[f->oldest] : INT32_MAX - 1;
-    if (it->tile < it->tile_end && f->held < NSA__HELD) needs = -1;
-    nsa__write(&place->needs, needs);
+    int32_t wait_tile = f->pending ? f->pending_tile[f->oldest] : INT32_MAX - 1;
+    if (it->tile < it->tile_end && f->pending < NSA__PENDING) wait_tile = -1;
+    nsa__write(&slot->wait_tile, wait_tile);
     return 0;
 }
 
@@ -342,13 +343,13 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
 }
 
-/* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
-static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
-    nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
-    nsa__backward_at(jobs->plan, NULL, &scratch, &place);
-    nsa__turns turns = {0,          jobs->progress, jobs, nsa__backward_come, nsa__backward_go,
-                        place.used, scratch.used};
-    return turns;
+/* The order of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
+static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
+    nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
+    nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
+    nsa__ordered ordered = {0,         jobs->progress, jobs, nsa__backward_bind, nsa__backward_step,
+                            slot.used, scratch.used};
+    return ordered;
 }
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
@@ -391,16 +392,16 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
-    nsa__turns turns = nsa__backward_turns(jobs);
+    nsa__ordered ordered = nsa__backward_ordered(jobs);
     p.shared = shared.used;
-    p.scratch = nsa__pack_scratch(&p, nsa__turns_scratch(&turns));
+    p.scratch = nsa__pack_scratch(&p, nsa__ordered_scratch(&ordered));
     return p;
 }
 
 static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__turns turns = nsa__backward_turns(jobs);
-    turns.tasks = (int32_t)nsa__query_tasks(jobs);
-    nsa__run_in_turn(team, &turns);
+    nsa__ordered ordered = nsa__backward_ordered(jobs);
+    ordered.tasks = (int32_t)nsa__query_tasks(jobs);
+    nsa__run_ordered(team, &ordered);
     nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
              nsa__key_gradient_task, jobs);
 }

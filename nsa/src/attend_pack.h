@@ -47,9 +47,9 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
             const void *from = nsa__walk_packed(job, o, begin, r);
-            const int held = from ? width : 0;
+            const int present = from ? width : 0;
             if (from) nsa__load(row, x->dtype, from, width);
-            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
+            if (present < wide) memset(row + present, 0, (size_t)(wide - present) * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
         for (int i = 0; !all_finite && i < NSA__LANES; i++)

@@ -42,7 +42,7 @@ enum {
     /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
     NSA__SHARE_NUMBERS = 1 << 19,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
-    NSA__HELD = 8,
+    NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
@@ -156,8 +156,8 @@ static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, ns
     const int64_t numbers = nsa__max(1, keys * nsa__row_numbers(d));
     const int64_t each = 2; /* tasks for a thread */
     const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    share.active_heads = (int)nsa__max(1, nsa__min(held, s->head_slots));
+    const int64_t fit = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    share.active_heads = (int)nsa__max(1, nsa__min(fit, s->head_slots));
     if (nsa__traits_of[branch].lists)
         share.least_tasks = (int)nsa__ceil_div(tasks, share.active_heads);
     return share;
