@@ -135,9 +135,9 @@ NSA__DEVICE void nsa__cuda_dkv_find(nsa__cuda_dkv_row &row, nsa__cuda_dkv_reader
 
 /* Writes what the table says of row `place`, and starts copying its terms. */
 template <int ROWS>
-NSA__DEVICE void nsa__cuda_dkv_tell(nsa__cuda_dkv_table<ROWS> &table, unsigned place,
-                                    const nsa__cuda_dkv_row &row,
-                                    const nsa__cuda_attend_params &params) {
+NSA__DEVICE void nsa__cuda_dkv_publish(nsa__cuda_dkv_table<ROWS> &table, unsigned place,
+                                       const nsa__cuda_dkv_row &row,
+                                       const nsa__cuda_attend_params &params) {
     const int bytes = row.terms < 0 ? 0 : 4;
     const nsa__cuda_row_terms *const terms = params.rows + (bytes ? row.terms : 0);
     float *const pair = table.terms[place / 2] + place % 2;
@@ -191,8 +191,8 @@ NSA__DEVICE void nsa__cuda_dkv_copy(T *stage, const nsa__cuda_dkv_row *rows, uns
 /* The step's copies have arrived: rows that are not finite become zeros, and their p too. */
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
-nsa__cuda_dkv_post(const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
-                   unsigned step) {
+nsa__cuda_dkv_commit(const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
+                     unsigned step) {
     using shape = nsa__cuda_dkv_pipe<T, DK, DV, LISTS>;
     constexpr int ROWS = shape::BLOCK_M, THREADS = shape::PRODUCERS;
     const unsigned stage = step % shape::STAGES, thread = threadIdx.x % THREADS;
@@ -233,7 +233,8 @@ nsa__cuda_dkv_produce(const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV
                 pipe.stages + stage * ROWS * (DK + DV), pipe.rows[step % 2],
                 step + 1 < pipe.plan->steps ? ROWS : pipe.plan->last, params);
             if (mine(step))
-                nsa__cuda_dkv_tell<ROWS>(pipe.tables[stage], row, pipe.rows[step % 2][row], params);
+                nsa__cuda_dkv_publish<ROWS>(pipe.tables[stage], row, pipe.rows[step % 2][row],
+                                            params);
         }
         nsa__cp_async_commit();
         if (mine(step + 1))
@@ -247,14 +248,14 @@ nsa__cuda_dkv_produce(const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV
         }
         /* all parts of the step before have arrived, and the rows of the next are known */
         nsa__barrier_sync(1, THREADS);
-        if (step > 0) nsa__cuda_dkv_post<T, DK, DV, LISTS>(pipe, step - 1);
+        if (step > 0) nsa__cuda_dkv_commit<T, DK, DV, LISTS>(pipe, step - 1);
     }
 }
 
 /* ---- Consumers ----------------------------------------------------------------------------- */
 
 /* A consumer's step, and whether its warpgroup sees something of it. */
-struct nsa__cuda_dkv_turn {
+struct nsa__cuda_dkv_state {
     unsigned number, steps; /* of all */
     bool sees;              /* the warpgroup; false behind the last step, too */
 };
@@ -270,32 +271,32 @@ template <bool LISTS> NSA__DEVICE int nsa__cuda_dkv_warp_key(const nsa__cuda_key
 /* Turns to the warpgroup's next step. */
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
-nsa__cuda_dkv_next(nsa__cuda_dkv_turn &turn,
+nsa__cuda_dkv_next(nsa__cuda_dkv_state &state,
                    const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
                    const nsa__cuda_key_work &work) {
     using shape = nsa__cuda_dkv_pipe<T, DK, DV, LISTS>;
-    turn.number += shape::STRIDE;
-    turn.sees = false;
-    if (turn.number >= turn.steps) return;
-    const unsigned stage = turn.number % shape::STAGES;
+    state.number += shape::STRIDE;
+    state.sees = false;
+    if (state.number >= state.steps) return;
+    const unsigned stage = state.number % shape::STAGES;
     const int first = nsa__cuda_dkv_group_key<LISTS>(work);
-    nsa__mbarrier_wait(pipe.full + stage, turn.number / shape::STAGES & 1);
+    nsa__mbarrier_wait(pipe.full + stage, state.number / shape::STAGES & 1);
 #pragma unroll
     for (int i = 0; i < shape::BLOCK_M / 32; i++) {
         const nsa__cuda_dkv_range &range = pipe.tables[stage].range[i];
-        turn.sees |= range.any_begin < first + 64 && range.any_end > first;
+        state.sees |= range.any_begin < first + 64 && range.any_end > first;
     }
 }
 
 /* From a step that the warpgroup sees nothing of, released unread, to the next that it does. */
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
-nsa__cuda_dkv_pass(nsa__cuda_dkv_turn &turn,
+nsa__cuda_dkv_skip(nsa__cuda_dkv_state &state,
                    const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
                    const nsa__cuda_key_work &work) {
-    while (!turn.sees && turn.number < turn.steps) {
-        nsa__cuda_pipe_release(pipe.empty + turn.number % nsa__cuda_dkv_pipe<T, DK, DV>::STAGES);
-        nsa__cuda_dkv_next<T, DK, DV, LISTS>(turn, pipe, work);
+    while (!state.sees && state.number < state.steps) {
+        nsa__cuda_pipe_release(pipe.empty + state.number % nsa__cuda_dkv_pipe<T, DK, DV>::STAGES);
+        nsa__cuda_dkv_next<T, DK, DV, LISTS>(state, pipe, work);
     }
 }
 
@@ -410,15 +411,15 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
         return nsa__cuda_warpgroup_moved(base, FIRST + number % STAGES * STEP);
     };
     float s[ROWS / 8][4];
-    nsa__cuda_dkv_turn turn = {(LISTS ? threadIdx.x / 128 : 0) - shape::STRIDE, pipe.plan->steps,
-                               false};
-    nsa__cuda_dkv_next<T, DK, DV, LISTS>(turn, pipe, work);
-    nsa__cuda_dkv_pass<T, DK, DV, LISTS>(turn, pipe, work);
-    while (turn.sees) {
-        nsa__cuda_warpgroup_start_nt<T, DK, ROWS, KEYS>(s, keys(), rows(turn.number));
+    nsa__cuda_dkv_state state = {(LISTS ? threadIdx.x / 128 : 0) - shape::STRIDE, pipe.plan->steps,
+                                 false};
+    nsa__cuda_dkv_next<T, DK, DV, LISTS>(state, pipe, work);
+    nsa__cuda_dkv_skip<T, DK, DV, LISTS>(state, pipe, work);
+    while (state.sees) {
+        nsa__cuda_warpgroup_start_nt<T, DK, ROWS, KEYS>(s, keys(), rows(state.number));
         unsigned before; /* the step whose dk is under way, and that the warp holds */
         for (;;) {
-            before = turn.number;
+            before = state.number;
             const nsa__cuda_dkv_table<ROWS> &table = pipe.tables[before % STAGES];
             const int first = nsa__cuda_dkv_warp_key<LISTS>(work),
                       key = first + static_cast<int>(threadIdx.x % 32 / 4);
@@ -450,9 +451,9 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
                 nsa__cuda_dkv_pack<T, ROWS, PARTS, 1>(b, dp);
                 nsa__cuda_warpgroup_start_nn<T, PART, DK>(dk, b, rows(before) + COLUMNS + PART * 8);
             }
-            nsa__cuda_dkv_next<T, DK, DV, LISTS>(turn, pipe, work);
-            if (!turn.sees) break;
-            nsa__cuda_warpgroup_start_nt<T, DK, ROWS, KEYS>(s, keys(), rows(turn.number));
+            nsa__cuda_dkv_next<T, DK, DV, LISTS>(state, pipe, work);
+            if (!state.sees) break;
+            nsa__cuda_warpgroup_start_nt<T, DK, ROWS, KEYS>(s, keys(), rows(state.number));
             if constexpr (PARTS == 1) nsa__cuda_warpgroup_await<DV, 1>(dv);
             nsa__cuda_warpgroup_await<DK, 1>(dk);
             nsa__cuda_pipe_release(pipe.empty + before % STAGES);
@@ -462,7 +463,7 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
         if constexpr (PARTS == 1) nsa__cuda_warpgroup_await<DV, 0>(dv);
         nsa__cuda_warpgroup_await<DK, 0>(dk);
         nsa__cuda_pipe_release(pipe.empty + before % STAGES);
-        nsa__cuda_dkv_pass<T, DK, DV, LISTS>(turn, pipe, work);
+        nsa__cuda_dkv_skip<T, DK, DV, LISTS>(state, pipe, work);
     }
 }
 

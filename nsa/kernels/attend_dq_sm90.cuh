@@ -36,21 +36,21 @@ struct nsa__cuda_dq_pipe
    vote between two products. */
 template <int N, bool LISTS, typename Shape>
 NSA__DEVICE void nsa__cuda_dq_mask(float (&ds)[N / 8][4], nsa__cuda_dq_rows &rows,
-                                   const nsa__cuda_pipe_turn &turn,
+                                   const nsa__cuda_pipe_state &state,
                                    const nsa__cuda_pipe<Shape> &pipe) {
-    if (LISTS ? __all_sync(0xffffffffu, turn.whole) : turn.whole) {
+    if (LISTS ? __all_sync(0xffffffffu, state.whole) : state.whole) {
         rows.flags |= 3 * NSA__DQ_SEES;
         return;
     }
     nsa__cuda_key_span seen[2];
-    nsa__cuda_dq_see(seen, rows, nsa__cuda_pipe_tile_of(turn, pipe));
+    nsa__cuda_dq_see(seen, rows, nsa__cuda_pipe_tile_of(state, pipe));
     nsa__cuda_hide(ds, seen, 0.0f);
 }
 
 /* What one branch adds to dq. */
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
-nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_pipe_turn &turn,
+nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_pipe_state &state,
                      const nsa__cuda_pipe<nsa__cuda_dq_pipe<T, DK, DV>> &pipe, float scale) {
     using shape = nsa__cuda_dq_pipe<T, DK, DV>;
     constexpr int BLOCK_M = shape::BLOCK_M, BLOCK_N = shape::BLOCK_N, STAGES = shape::STAGES;
@@ -68,26 +68,26 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
     };
     float s[BLOCK_N / 8][4], dp[BLOCK_N / 8][4];
     uint32_t ds[BLOCK_N / 16][4];
-    nsa__cuda_pipe_next<LISTS>(turn, pipe);
-    nsa__cuda_pipe_pass<LISTS>(turn, pipe);
-    while (turn.readers) {
-        const uint64_t mine = queries(), these = keys(turn.number);
+    nsa__cuda_pipe_next<LISTS>(state, pipe);
+    nsa__cuda_pipe_skip<LISTS>(state, pipe);
+    while (state.readers) {
+        const uint64_t mine = queries(), these = keys(state.number);
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, these);
         nsa__cuda_warpgroup_start_nt<T, DV, BLOCK_N, BLOCK_M>(dp, mine + DOUT, these + V);
         nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
         nsa__cuda_dq_p(s, rows, scale);
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(dp);
         nsa__cuda_dq_ds(s, dp, rows);
-        nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, turn, pipe);
+        nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, state, pipe);
         nsa__cuda_pipe_pack<T, BLOCK_N>(ds, s);
         int before; /* the tile that ds is of, and that the warpgroup holds */
         uint64_t columns;
         for (;;) {
-            before = turn.number;
+            before = state.number;
             columns = keys(before) + COLUMNS;
             const uint64_t next = keys(before + 1), again = queries();
-            nsa__cuda_pipe_next<LISTS>(turn, pipe);
-            if (!turn.readers) break;
+            nsa__cuda_pipe_next<LISTS>(state, pipe);
+            if (!state.readers) break;
             nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, again, next);
             nsa__cuda_warpgroup_start_nt<T, DV, BLOCK_N, BLOCK_M>(dp, again + DOUT, next + V);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DK>(dq, ds, columns);
@@ -95,7 +95,7 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
             nsa__cuda_dq_p(s, rows, scale);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(dp);
             nsa__cuda_dq_ds(s, dp, rows);
-            nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, turn, pipe);
+            nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, state, pipe);
             nsa__cuda_warpgroup_await<DK, 0>(dq);
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_pack<T, BLOCK_N>(ds, s);
@@ -105,9 +105,9 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
         nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DK>(dq, ds, columns);
         nsa__cuda_warpgroup_await<DK, 0>(dq);
         nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
-        nsa__cuda_pipe_pass<LISTS>(turn, pipe);
+        nsa__cuda_pipe_skip<LISTS>(state, pipe);
     }
-    nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(turn.number) % STAGES);
+    nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(state.number) % STAGES);
     nsa__cuda_dq_branch_end(rows);
 }
 
@@ -158,7 +158,7 @@ static __global__ void __launch_bounds__(384, 1)
     nsa__cuda_tiles_wait<T, shape::BLOCK_N>();
     if (threadIdx.x >= shape::CONSUMERS) {
         nsa__registers<shape::LESS, false>();
-        nsa__cuda_pipe_posts<shape::LAG> posts = {};
+        nsa__cuda_pipe_commits<shape::LAG> posts = {};
 #pragma unroll 1
         for (int i = 0; i < all.branches - LISTS; i++)
             nsa__cuda_pipe_produce<false>(posts, pipe, all.branch[i], heads[i], tile_rows);
@@ -170,17 +170,17 @@ static __global__ void __launch_bounds__(384, 1)
     }
     nsa__registers<shape::MORE, true>();
     nsa__cuda_dq_rows rows = {};
-    nsa__cuda_pipe_turn turn = {-1, false, false, 0, groups[threadIdx.x / 128].queries};
+    nsa__cuda_pipe_state state = {-1, false, false, 0, groups[threadIdx.x / 128].queries};
     float dq[DK / 8][4] = {};
 #pragma unroll 1
     for (int i = 0; i < all.branches - LISTS; i++) {
         nsa__cuda_dq_begin(rows, all.branch[i], heads[i], tile_rows);
-        nsa__cuda_dq_consume<T, DK, DV, false>(dq, rows, turn, pipe, all.branch[i].scale);
+        nsa__cuda_dq_consume<T, DK, DV, false>(dq, rows, state, pipe, all.branch[i].scale);
     }
     if constexpr (LISTS) {
         const int last = all.branches - 1;
         nsa__cuda_dq_begin(rows, all.branch[last], heads[last], tile_rows);
-        nsa__cuda_dq_consume<T, DK, DV, true>(dq, rows, turn, pipe, all.branch[last].scale);
+        nsa__cuda_dq_consume<T, DK, DV, true>(dq, rows, state, pipe, all.branch[last].scale);
     }
     nsa__cuda_dq_end<T>(params, heads[0], tile_rows, rows, dq);
 #else

@@ -31,11 +31,11 @@ struct nsa__cuda_forward_pipe : nsa__cuda_pipe_shape<T, DK, DV, DK, 4, true> {
 /* Scores of a tile become p. */
 template <int N, typename Shape>
 NSA__DEVICE void nsa__cuda_pipe_softmax(float (&s)[N / 8][4], nsa__cuda_forward_rows &rows,
-                                        float (&shrink)[2], const nsa__cuda_pipe_turn &turn,
+                                        float (&shrink)[2], const nsa__cuda_pipe_state &state,
                                         const nsa__cuda_pipe<Shape> &pipe, float scale) {
     nsa__cuda_scale_tile(s, scale);
-    if (!turn.whole) {
-        const nsa__cuda_key_tile tile = nsa__cuda_pipe_tile_of(turn, pipe);
+    if (!state.whole) {
+        const nsa__cuda_key_tile tile = nsa__cuda_pipe_tile_of(state, pipe);
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
                                             nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
         nsa__cuda_hide(s, seen, -INFINITY);
@@ -72,29 +72,29 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
     const auto keys = [&](int number) {
         return nsa__cuda_warpgroup_moved(stages, static_cast<unsigned>(number) % STAGES * STEP);
     };
-    nsa__cuda_pipe_turn turn = {-1, false, false, 0, pipe.groups[threadIdx.x / 128].queries};
+    nsa__cuda_pipe_state state = {-1, false, false, 0, pipe.groups[threadIdx.x / 128].queries};
     float s[BLOCK_N / 8][4], shrink[2];
     uint32_t p[BLOCK_N / 16][4];
-    nsa__cuda_pipe_next<LISTS>(turn, pipe);
-    nsa__cuda_pipe_pass<LISTS>(turn, pipe);
-    while (turn.readers) {
-        nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(turn.number));
+    nsa__cuda_pipe_next<LISTS>(state, pipe);
+    nsa__cuda_pipe_skip<LISTS>(state, pipe);
+    while (state.readers) {
+        nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(state.number));
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(s);
-        nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale);
+        nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, state, pipe, params.scale);
         nsa__cuda_pipe_rescale(out, shrink);
         nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
         int before; /* the tile that p is of, and that the warpgroup holds */
         uint64_t values;
         for (;;) {
-            before = turn.number;
+            before = state.number;
             values = keys(before) + VALUES;
             const uint64_t next = keys(before + 1), mine = nsa__cuda_warpgroup_moved(queries, 0);
-            nsa__cuda_pipe_next<LISTS>(turn, pipe);
-            if (!turn.readers) break;
+            nsa__cuda_pipe_next<LISTS>(state, pipe);
+            if (!state.readers) break;
             nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, next);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
-            nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale);
+            nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, state, pipe, params.scale);
             nsa__cuda_warpgroup_await<DV, 0>(out);
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_rescale(out, shrink);
@@ -105,7 +105,7 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
         nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
         nsa__cuda_warpgroup_await<DV, 0>(out);
         nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
-        nsa__cuda_pipe_pass<LISTS>(turn, pipe);
+        nsa__cuda_pipe_skip<LISTS>(state, pipe);
     }
 }
 
@@ -150,7 +150,7 @@ static __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     if (threadIdx.x >= shape::CONSUMERS) {
         nsa__registers<120, false>();
-        nsa__cuda_pipe_posts<shape::LAG> posts = {};
+        nsa__cuda_pipe_commits<shape::LAG> posts = {};
         nsa__cuda_pipe_produce<LISTS>(posts, pipe, params, at, tile_rows);
         nsa__cuda_pipe_drain(posts, pipe);
         return;

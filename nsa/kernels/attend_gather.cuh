@@ -85,7 +85,7 @@ NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_
     r.head = static_cast<int>(r.number % d.heads);
     r.there = false;
     if (r.number / d.heads >= params.chunk_rows.total) return r;
-    const nsa__cuda_thing index = nsa__cuda_thing_at(d, params.chunk_rows, r.number / d.heads);
+    const nsa__cuda_item index = nsa__cuda_item_at(d, params.chunk_rows, r.number / d.heads);
     const nsa__sequence seq = nsa__sequence_of(d, index.b);
     r.there = index.local < seq.count;
     r.batch = seq.batch;

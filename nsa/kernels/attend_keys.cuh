@@ -101,7 +101,7 @@ NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_atten
     nsa__cuda_attend_head at;
     const unsigned total = static_cast<unsigned>(params.tiles.total);
     const int head = static_cast<int>(index / total);
-    const nsa__cuda_thing tile = nsa__cuda_thing_at(params.d, params.tiles, index % total);
+    const nsa__cuda_item tile = nsa__cuda_item_at(params.d, params.tiles, index % total);
     at.tile = static_cast<int>(tile.local);
     at.b = tile.b;
     at.kv_head = head / params.spread;

@@ -75,7 +75,7 @@ nsa__cuda_pipe_init(const nsa__cuda_pipe<Shape> &pipe, nsa__cuda_pipe_group (&gr
 /* ---- Producer ------------------------------------------------------------------------------ */
 
 /* Tiles that are under way: the newest, the one before, ... */
-template <int LAG> struct nsa__cuda_pipe_posts {
+template <int LAG> struct nsa__cuda_pipe_commits {
     int number; /* of the next tile, counted over all walks */
     nsa__cuda_bad_words bad[LAG + 1];
     int begin[LAG + 1];
@@ -106,8 +106,8 @@ nsa__cuda_pipe_stage(typename Shape::type *stage, const nsa__cuda_attend_params 
 
 /* Tile `number` has arrived. */
 template <typename Shape>
-NSA__DEVICE void nsa__cuda_pipe_post(const nsa__cuda_pipe<Shape> &pipe, int number,
-                                     const nsa__cuda_bad_words &words, int first) {
+NSA__DEVICE void nsa__cuda_pipe_commit(const nsa__cuda_pipe<Shape> &pipe, int number,
+                                       const nsa__cuda_bad_words &words, int first) {
     constexpr int DK = Shape::WIDTH_K, DV = Shape::WIDTH_V, BLOCK_N = Shape::BLOCK_N;
     using T = typename Shape::type;
     const int stage = number % Shape::STAGES;
@@ -171,7 +171,7 @@ NSA__DEVICE void nsa__cuda_pipe_name(const nsa__cuda_pipe<Shape> &pipe, int stag
 /* Walks the key tiles of one branch. The last ones stay under way; behind them stands an end. */
 template <bool LISTS, typename Shape>
 NSA__DEVICE void
-nsa__cuda_pipe_produce(nsa__cuda_pipe_posts<Shape::LAG> &posts, const nsa__cuda_pipe<Shape> &pipe,
+nsa__cuda_pipe_produce(nsa__cuda_pipe_commits<Shape::LAG> &posts, const nsa__cuda_pipe<Shape> &pipe,
                        const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
                        const nsa__cuda_query_tile &tile_rows) {
     constexpr int LAG = Shape::LAG, STAGES = Shape::STAGES;
@@ -193,25 +193,25 @@ nsa__cuda_pipe_produce(nsa__cuda_pipe_posts<Shape::LAG> &posts, const nsa__cuda_
         nsa__cuda_pipe_name<LISTS>(pipe, stage, posts.begin[0], walk, all);
         if (number < LAG) continue;
         nsa__cp_async_wait<LAG>();
-        nsa__cuda_pipe_post(pipe, number - LAG, posts.bad[LAG], posts.begin[LAG]);
+        nsa__cuda_pipe_commit(pipe, number - LAG, posts.bad[LAG], posts.begin[LAG]);
     }
 }
 
 /* Posts what is under way behind the last walk. */
 template <typename Shape>
-NSA__DEVICE void nsa__cuda_pipe_drain(const nsa__cuda_pipe_posts<Shape::LAG> &posts,
+NSA__DEVICE void nsa__cuda_pipe_drain(const nsa__cuda_pipe_commits<Shape::LAG> &posts,
                                       const nsa__cuda_pipe<Shape> &pipe) {
     nsa__cp_async_wait<0>();
 #pragma unroll
     for (int i = Shape::LAG - 1; i >= 0; i--)
         if (posts.number > i)
-            nsa__cuda_pipe_post(pipe, posts.number - 1 - i, posts.bad[i], posts.begin[i]);
+            nsa__cuda_pipe_commit(pipe, posts.number - 1 - i, posts.bad[i], posts.begin[i]);
 }
 
 /* ---- Consumers ----------------------------------------------------------------------------- */
 
 /* A consumer's tile, and what its warpgroup and its warp see of it. */
-struct nsa__cuda_pipe_turn {
+struct nsa__cuda_pipe_state {
     int number;
     bool over, whole; /* the walk; the tile, of the warp's rows */
     uint64_t readers; /* a bit for each of the warpgroup's queries; 0: it passes over, or is over */
@@ -226,32 +226,34 @@ NSA__DEVICE void nsa__cuda_pipe_release(uint64_t *empty) {
 
 /* Turns to the next tile; readers 0: the warpgroup passes over it, or it is the end. */
 template <bool LISTS, typename Shape>
-NSA__DEVICE void nsa__cuda_pipe_next(nsa__cuda_pipe_turn &turn, const nsa__cuda_pipe<Shape> &pipe) {
+NSA__DEVICE void nsa__cuda_pipe_next(nsa__cuda_pipe_state &state,
+                                     const nsa__cuda_pipe<Shape> &pipe) {
     constexpr unsigned STAGES = Shape::STAGES;
-    const unsigned number = static_cast<unsigned>(++turn.number), stage = number % STAGES;
+    const unsigned number = static_cast<unsigned>(++state.number), stage = number % STAGES;
     nsa__mbarrier_wait(pipe.full + stage, static_cast<int>(number / STAGES & 1));
     const nsa__cuda_pipe_tile &posted = pipe.tiles[stage];
-    turn.over = posted.begin < 0;
-    turn.whole = __all_sync(0xffffffffu, posted.whole >> threadIdx.x / 32 & 1);
-    turn.readers = LISTS ? posted.readers[threadIdx.x / 128] : turn.group;
-    if (turn.over) turn.readers = 0;
+    state.over = posted.begin < 0;
+    state.whole = __all_sync(0xffffffffu, posted.whole >> threadIdx.x / 32 & 1);
+    state.readers = LISTS ? posted.readers[threadIdx.x / 128] : state.group;
+    if (state.over) state.readers = 0;
 }
 
-/* The tile of a turn, as a mask wants to know it. */
+/* The tile of a state, as a mask wants to know it. */
 template <typename Shape>
-NSA__DEVICE nsa__cuda_key_tile nsa__cuda_pipe_tile_of(const nsa__cuda_pipe_turn &turn,
+NSA__DEVICE nsa__cuda_key_tile nsa__cuda_pipe_tile_of(const nsa__cuda_pipe_state &state,
                                                       const nsa__cuda_pipe<Shape> &pipe) {
     const nsa__cuda_pipe_tile &posted =
-        pipe.tiles[static_cast<unsigned>(turn.number) % unsigned{Shape::STAGES}];
-    return {posted.begin, posted.end, turn.readers, posted.bad};
+        pipe.tiles[static_cast<unsigned>(state.number) % unsigned{Shape::STAGES}];
+    return {posted.begin, posted.end, state.readers, posted.bad};
 }
 
 /* From a tile that the warpgroup passes over, released unread, to the next that it does not. */
 template <bool LISTS, typename Shape>
-NSA__DEVICE void nsa__cuda_pipe_pass(nsa__cuda_pipe_turn &turn, const nsa__cuda_pipe<Shape> &pipe) {
-    while (!turn.readers && !turn.over) {
-        nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(turn.number) % Shape::STAGES);
-        nsa__cuda_pipe_next<LISTS>(turn, pipe);
+NSA__DEVICE void nsa__cuda_pipe_skip(nsa__cuda_pipe_state &state,
+                                     const nsa__cuda_pipe<Shape> &pipe) {
+    while (!state.readers && !state.over) {
+        nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(state.number) % Shape::STAGES);
+        nsa__cuda_pipe_next<LISTS>(state, pipe);
     }
 }
 

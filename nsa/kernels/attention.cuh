@@ -251,7 +251,7 @@ enum { NSA__CUDA_FLUSH_THREADS = 128 };
 static __global__ void nsa__cuda_flush_kernel(nsa_desc d, nsa__cuda_sum sum, bool queries,
                                               nsa__cuda_extent blocks) {
     const int units = sum.width / 8;
-    const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
+    const nsa__cuda_item block = nsa__cuda_item_at(d, blocks, blockIdx.x);
     const nsa__sequence s = nsa__sequence_of(d, block.b);
     const int64_t item = block.local * NSA__CUDA_FLUSH_THREADS + threadIdx.x;
     const int c = static_cast<int>(item % units) * 8,

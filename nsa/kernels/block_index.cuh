@@ -173,13 +173,13 @@ NSA__DEVICE int64_t nsa__cuda_place_of(const nsa__cuda_extent &e, int b, const n
 }
 
 /* Thing `local` of sequence b; `each` if the place is none's. */
-struct nsa__cuda_thing {
+struct nsa__cuda_item {
     int b;
     int64_t local;
 };
 
-NSA__DEVICE nsa__cuda_thing nsa__cuda_thing_at(const nsa_desc &d, const nsa__cuda_extent &e,
-                                               int64_t place) {
+NSA__DEVICE nsa__cuda_item nsa__cuda_item_at(const nsa_desc &d, const nsa__cuda_extent &e,
+                                             int64_t place) {
     if (!e.packed) return {static_cast<int>(place / e.each), place % e.each};
     int low = 0, high = d.batch; /* the last sequence that begins at `place` or before it */
     nsa__sequence s = {};
@@ -208,15 +208,16 @@ NSA__DEVICE nsa__cuda_thing nsa__cuda_thing_at(const nsa_desc &d, const nsa__cud
 }
 
 /* A decoding cache's sequences: tokens held before the step, and new tokens, on the device. */
-struct nsa__cuda_places {
+struct nsa__cuda_positions {
     const int2 *of; /* NULL: no decoding, the desc says it all */
 };
 
 /* Of a step's new tokens those that the desc's first .. first + count - 1 number; in the views of
    the query's side they begin at row 0. */
-NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b, nsa__cuda_places places) {
-    if (!places.of) return nsa__sequence_of(d, b);
-    const int2 place = places.of[b];
+NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b,
+                                           nsa__cuda_positions positions) {
+    if (!positions.of) return nsa__sequence_of(d, b);
+    const int2 place = positions.of[b];
     nsa__sequence s = {b, 0, b, 0, 0, place.x + place.y, place.x + d.first, 0};
     s.count = min(d.count, max(place.y - d.first, 0));
     return s;
@@ -310,12 +311,12 @@ struct nsa__cuda_team_place {
 
 NSA__DEVICE nsa__cuda_team_place nsa__cuda_team_place_of(const nsa_desc &d,
                                                          const nsa__cuda_teams &teams, int heads,
-                                                         nsa__cuda_places places = {NULL}) {
-    const nsa__cuda_thing block = nsa__cuda_thing_at(d, teams.blocks, blockIdx.x);
+                                                         nsa__cuda_positions positions = {NULL}) {
+    const nsa__cuda_item block = nsa__cuda_item_at(d, teams.blocks, blockIdx.x);
     const int64_t item = block.local * (NSA__TEAM_THREADS / teams.size) + threadIdx.x / teams.size;
     nsa__cuda_team_place p;
     p.b = block.b;
-    p.s = nsa__sequence_at(d, p.b, places);
+    p.s = nsa__sequence_at(d, p.b, positions);
     p.row = item / heads;
     p.head = static_cast<int>(item % heads);
     p.c = static_cast<int>(threadIdx.x) % teams.size * 8;

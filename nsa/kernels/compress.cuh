@@ -21,7 +21,7 @@ NSA__DEVICE nsa__cuda_filter_place nsa__cuda_filter_place_of(const nsa_desc &d,
                                                              const nsa__cuda_extent &blocks,
                                                              int dim) {
     const int units = dim / 8;
-    const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
+    const nsa__cuda_item block = nsa__cuda_item_at(d, blocks, blockIdx.x);
     const int64_t item = block.local * blockDim.x + threadIdx.x;
     nsa__cuda_filter_place p;
     p.b = block.b;
@@ -108,7 +108,7 @@ static __global__ void nsa__cuda_conv_parameter_gradient_kernel(nsa_desc d, nsa_
     if (item >= items) return;
     float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, grad[8], row[8] = {1, 1, 1, 1, 1, 1, 1, 1};
     for (int64_t at = part; at < chunks.total; at += part_count) {
-        const nsa__cuda_thing chunk = nsa__cuda_thing_at(d, chunks, at);
+        const nsa__cuda_item chunk = nsa__cuda_item_at(d, chunks, at);
         const nsa__sequence s = nsa__sequence_of(d, chunk.b);
         const int64_t first = nsa__cmp_row(d, cmp_begins, chunk.b);
         const int begin = static_cast<int>(chunk.local) * NSA__FILTER_CHUNK;

@@ -106,7 +106,7 @@ NSA__DEVICE int nsa__cuda_mlp_before(const nsa_desc &d, const int32_t *cmp_begin
 static __global__ void nsa__cuda_mlp_gather_kernel(nsa_desc d, const int32_t *cmp_begins, int lead,
                                                    nsa__cuda_extent blocks, int4 *gather,
                                                    int32_t *count) {
-    const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
+    const nsa__cuda_item block = nsa__cuda_item_at(d, blocks, blockIdx.x);
     const int b = block.b;
     const int i = static_cast<int>(block.local * blockDim.x + threadIdx.x);
     const nsa__sequence s = nsa__sequence_of(d, b);

@@ -69,7 +69,7 @@ static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attenti
     static const int32_t packed = 0;
     d.first = 0;
     d.count = nsa__cuda_decode_slice(&d, count);
-    p->step.places = nsa__cuda_take<int2>(a, d.batch);
+    p->step.positions = nsa__cuda_take<int2>(a, d.batch);
     p->step.begins = nsa__cuda_take<int32_t>(a, d.batch + int64_t(1));
     p->step.cmp_begins = nsa__cuda_take<int32_t>(a, d.batch + int64_t(1));
     p->blocks = (count - 1) / d.cmp_stride + 1;
@@ -236,7 +236,7 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
         params->words.each = branches[i].words;
         params->ring = branches[i].ring;
         params->reads = branches[i].reads;
-        params->places = {p->step.places};
+        params->positions = {p->step.positions};
     }
     const nsa__cuda_decode_branches slice = {d, c.cmp, p->of};
     NSA__CHECK(nsa__cuda_attend_choose<nsa__cuda_decode_cmp_launch>(slice, stream));

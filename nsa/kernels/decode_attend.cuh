@@ -33,11 +33,11 @@
 #endif
 
 /* All ones: no run has told its largest score, and no block has begun. */
-enum : uint32_t { NSA__DECODE_UNTOLD = 0xffffffffu };
+enum : uint32_t { NSA__DECODE_UNPUBLISHED = 0xffffffffu };
 
 /* Views, desc (first, count: a slice of the step's tokens), branch and bits are the base's. */
 struct nsa__cuda_decode_params : nsa__cuda_attend_params {
-    nsa__cuda_places places;
+    nsa__cuda_positions positions;
     int ring;
     int keys;          /* of a tile */
     int key_tiles;     /* of a query, at most */
@@ -51,8 +51,8 @@ struct nsa__cuda_decode_params : nsa__cuda_attend_params {
     float *most;       /* (rows, runs): -inf: no key; inf: a value was not finite */
     void *out;         /* (rows, runs, Dv), by nsa__cuda_part_store, in `units` */
     float *units;      /* (rows, runs) */
-    uint32_t *begun;   /* cmp: blocks that have begun, from NSA__DECODE_UNTOLD on */
-    uint32_t *told;    /* cmp: behind it, (rows, runs): nsa__cuda_decode_tell */
+    uint32_t *begun;   /* cmp: blocks that have begun, from NSA__DECODE_UNPUBLISHED on */
+    uint32_t *told;    /* cmp: behind it, (rows, runs): nsa__cuda_decode_publish */
     float2 *totals;    /* cmp: (rows): the largest score, inf as above, and the sum of p */
     int64_t *reads;    /* of the branch, of sequence 0; NULL: not counted */
 };
@@ -122,7 +122,7 @@ NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_dec
     nsa__cuda_attend_head &at = block.at;
     at.b = pair / d.kv_heads;
     at.kv_head = at.list = pair % d.kv_heads;
-    at.seq = nsa__sequence_at(d, at.b, params.places);
+    at.seq = nsa__sequence_at(d, at.b, params.positions);
     at.tile = 0;
     at.key_row = 0;
     at.keys = at.seq.tokens;
@@ -337,8 +337,8 @@ NSA__DEVICE void nsa__cuda_decode_scan(float (&most)[2], nsa__cuda_decode_walk &
 /* What a run tells those behind it, and hears from those before it, in one word: its largest score.
    The word is the message, so no other memory has to be ordered with it. A run waits for none
    that begins later, because blocks take their runs in the order in which they begin. */
-NSA__DEVICE void nsa__cuda_decode_tell(const nsa__cuda_decode_params &params, int64_t row,
-                                       int split, float most) {
+NSA__DEVICE void nsa__cuda_decode_publish(const nsa__cuda_decode_params &params, int64_t row,
+                                          int split, float most) {
     if (row >= 0 && threadIdx.x % 4 == 0)
         atomicExch(params.told + row * params.splits + split, __float_as_uint(most));
 }
@@ -348,7 +348,7 @@ NSA__DEVICE float nsa__cuda_decode_most_before(const nsa__cuda_decode_params &pa
     for (int r = static_cast<int>(threadIdx.x) % 4; r < split && row >= 0; r += 4) {
         uint32_t word;
         do word = atomicOr(params.told + row * params.splits + r, 0u);
-        while (word == NSA__DECODE_UNTOLD);
+        while (word == NSA__DECODE_UNPUBLISHED);
         most = fmaxf(most, __uint_as_float(word));
     }
     return nsa__cuda_quad_max(most);
@@ -435,7 +435,7 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
     static_assert(nsa__cuda_shared_fits<shape::CMP_BYTES, sizeof block>::value);
     if (threadIdx.x == 0) {
         const unsigned splits = static_cast<unsigned>(params.splits);
-        const unsigned number = atomicAdd(params.begun, 1u) - NSA__DECODE_UNTOLD;
+        const unsigned number = atomicAdd(params.begun, 1u) - NSA__DECODE_UNPUBLISHED;
         block = nsa__cuda_decode_block_of(params, number / splits,
                                           static_cast<int>(number % splits), ROWS);
     }
@@ -459,7 +459,7 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
     nsa__cuda_decode_walk_to<T, DK, DV, true>(walk, stages, params, block, run.begin);
     nsa__cp_async_commit();
 #pragma unroll
-    for (int h = 0; h < 2; h++) nsa__cuda_decode_tell(params, row[h], block.split, most[h]);
+    for (int h = 0; h < 2; h++) nsa__cuda_decode_publish(params, row[h], block.split, most[h]);
 #pragma unroll
     for (int h = 0; h < 2; h++)
         rows.most[h] = nsa__cuda_decode_most_before(params, row[h], block.split);

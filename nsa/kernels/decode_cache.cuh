@@ -5,7 +5,7 @@
 
    Lengths live on the device alone, so that a captured step can be replayed: the host knows how
    many tokens a step may bring, the device how many it brings. The first kernel of a step decides
-   and leaves it as `places`; refused, a step has no tokens and the kernels behind it nothing to
+   and leaves it as `positions`; refused, a step has no tokens and the kernels behind it nothing to
    do. */
 #ifndef NSA_DECODE_CACHE_CUH
 #define NSA_DECODE_CACHE_CUH
@@ -260,12 +260,12 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
                                        *to, to_sequence, *from, from_sequence, length, verdict));
 }
 
-/* ---- A step: places ------------------------------------------------------------------------- */
+/* ---- A step: positions ------------------------------------------------------------------------ */
 
 /* What a step knows of its sequences, on the device. Blocks that it completes are compressed from
    a copy of their rows that has no ring: packed sequences, as compress.cuh takes them. */
 struct nsa__cuda_decode_step {
-    int2 *places;        /* B: tokens held before, new tokens; all 0 where the step is refused */
+    int2 *positions;     /* B: tokens held before, new tokens; all 0 where the step is refused */
     int32_t *begins;     /* B + 1: where a sequence's rows begin in the copy */
     int32_t *cmp_begins; /* B + 1: likewise its compressed rows */
 };
@@ -323,7 +323,7 @@ NSA__DEVICE void nsa__cuda_step_places(const nsa_cache &cache, int count, const 
         const int rows_end = rows + nsa__cuda_inclusive_sum(staged);
         const int blocks_end = blocks + nsa__cuda_inclusive_sum(made);
         if (b < batch) {
-            step.places[b] = place;
+            step.positions[b] = place;
             step.begins[b + 1] = rows_end;
             step.cmp_begins[b + 1] = blocks_end;
             if (reads && !refused) reads[b].cmp = reads[b].slc = reads[b].win = 0;
@@ -399,7 +399,7 @@ struct nsa__cuda_decode_inputs {
     } of[NSA__INPUTS / 2];
 };
 
-/* The first kernel of a step: whether it is refused, its places, its rows into the cache. Only the
+/* The first kernel of a step: whether it is refused, its positions, its rows into the cache. Only the
    last kernel changes lengths, so all blocks of this one find the same. */
 static __global__ void
 nsa__cuda_decode_append_kernel(const NSA_GRID_CONSTANT nsa_cache cache,
@@ -458,7 +458,7 @@ static __global__ void nsa__cuda_decode_stage_kernel(nsa_desc d, nsa_tensor from
     const int begin = step.begins[p.b];
     if (p.row >= step.begins[p.b + 1] - begin) return;
     const int64_t token =
-        static_cast<int64_t>(nsa__cuda_new_blocks_of(d, step.places[p.b]).first) * d.cmp_stride +
+        static_cast<int64_t>(nsa__cuda_new_blocks_of(d, step.positions[p.b]).first) * d.cmp_stride +
         p.row;
     float value[8];
     nsa__load8(value, from.dtype, nsa__row_at(from, p.b, nsa__cuda_ring_row(token, ring), p.head),
@@ -479,7 +479,7 @@ nsa__cuda_decode_blocks_kernel(nsa_desc d, const NSA_GRID_CONSTANT nsa__cuda_dec
     NSA_SHARED(unsigned, bad, [2]);
     const int pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
     const int b = pair / d.kv_heads, head = pair % d.kv_heads;
-    const nsa__cuda_new_blocks blocks = nsa__cuda_new_blocks_of(d, step.places[b]);
+    const nsa__cuda_new_blocks blocks = nsa__cuda_new_blocks_of(d, step.positions[b]);
     nsa__cuda_decode_put(
         d, made.rows, pair, blocks.first, blocks.first + blocks.count, bad,
         [&](int which, int key, int c, float(&value)[8]) {

@@ -21,7 +21,7 @@ struct nsa__cuda_decode_runs {
 
 struct nsa__cuda_decode_finish {
     nsa_desc d;
-    nsa__cuda_places places;
+    nsa__cuda_positions positions;
     nsa__cuda_decode_runs of[3];
     nsa_gate gate;
     nsa__cuda_teams teams;
@@ -79,12 +79,13 @@ static __global__ void __launch_bounds__(NSA__TEAM_THREADS, 2)
     const nsa_desc &d = finish.d;
     if (blockIdx.x == 0 && finish.lengths)
         for (int b = static_cast<int>(threadIdx.x); b < d.batch; b += NSA__TEAM_THREADS) {
-            const int2 place = finish.places.of[b];
+            const int2 place = finish.positions.of[b];
             if (place.y == 0) continue;
             finish.lengths[b] = place.x + place.y;
             finish.newest[b] = max(finish.newest[b], place.x + place.y);
         }
-    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, finish.teams, d.heads, finish.places);
+    const nsa__cuda_team_place p =
+        nsa__cuda_team_place_of(d, finish.teams, d.heads, finish.positions);
     if (!p.mine || p.c >= d.dim_v) return;
     const int64_t row = (static_cast<int64_t>(p.b) * d.count + p.row) * d.heads + p.head;
     float g[3], out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -173,7 +174,7 @@ static nsa_status nsa__cuda_decode_finish_launch(const nsa__cuda_decode_branches
     nsa__cuda_decode_finish finish = {};
     dim3 grid;
     finish.d = slice.d;
-    finish.places = slice.of[0].places;
+    finish.positions = slice.of[0].positions;
     finish.gate = *gate;
     for (int i = 0; i < 3; i++) {
         const nsa__cuda_decode_params *of = &slice.of[i];

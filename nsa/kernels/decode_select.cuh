@@ -82,7 +82,7 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
     const int split = block % params.splits, pair = block / params.splits % heads;
     const int b = pair / d.kv_heads, kv_head = pair % d.kv_heads;
     const int first_query = block / params.splits / heads * plan.queries;
-    const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.places);
+    const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.positions);
     if (first_query >= s.count) return;
     const int last_query = s.first + min(first_query + plan.queries, s.count) - 1;
     const int first = split * params.run_keys;
@@ -135,7 +135,7 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS)
     const nsa_desc &d = params.cmp.d;
     const int block = static_cast<int>(blockIdx.x), row = block % d.count, pair = block / d.count;
     const int b = pair / d.kv_heads, kv_head = pair % d.kv_heads, group = params.cmp.group;
-    const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.places);
+    const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.positions);
     if (row >= s.count) return;
     float *const scores = params.scores
                               ? params.scores + static_cast<int64_t>(block) * params.blocks

@@ -34,8 +34,8 @@ NSA__DEVICE void nsa__cuda_gate_weights(const nsa_desc &d, const nsa_tensor &log
 }
 
 static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, nsa__cuda_teams teams,
-                                                     nsa__cuda_places places) {
-    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, teams, d.heads, places);
+                                                     nsa__cuda_positions positions) {
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, teams, d.heads, positions);
     if (!p.mine || p.c >= d.dim_v) return;
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const int64_t t = p.s.row + p.row;
@@ -108,13 +108,13 @@ static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int
 
 /* The launches alone, for the entry points and for the chain. */
 static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
-                                             nsa__cuda_places places, cudaStream_t stream) {
+                                             nsa__cuda_positions positions, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
     nsa__cuda_teams teams;
     dim3 grid;
     NSA__CHECK(nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__TEAM_THREADS),
-                                       0, stream, nsa__cuda_all_queries(d), *x, teams, places));
+                                       0, stream, nsa__cuda_all_queries(d), *x, teams, positions));
 }
 static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
                                               const nsa_desc *d, cudaStream_t stream) {

@@ -24,7 +24,7 @@ static __global__ void nsa__cuda_rope_kernel(nsa_desc d, nsa_rope x, nsa_tensor 
                                              nsa__cuda_rope_table table) {
     const int units = x.dim / 8, head_blocks = (x.heads - 1) / NSA__ROPE_HEADS + 1;
     const int block = static_cast<int>(blockIdx.x);
-    const nsa__cuda_thing rows = nsa__cuda_thing_at(d, row_blocks, block / head_blocks);
+    const nsa__cuda_item rows = nsa__cuda_item_at(d, row_blocks, block / head_blocks);
     const nsa__sequence s = nsa__sequence_of(d, rows.b);
     const int64_t item = rows.local * blockDim.x + threadIdx.x;
     const int64_t row = item / units;

@@ -272,8 +272,8 @@ static __global__ void __launch_bounds__(NSA__LISTED_THREADS)
     NSA_SHARED(nsa__cuda_listed_memory, memory, [1]);
     const nsa_desc &d = params.at.d;
     const int lists = d.kv_heads * params.at.lists;
-    const nsa__cuda_thing at =
-        nsa__cuda_thing_at(d, params.rows, static_cast<int>(blockIdx.x) / lists);
+    const nsa__cuda_item at =
+        nsa__cuda_item_at(d, params.rows, static_cast<int>(blockIdx.x) / lists);
     nsa__cuda_listed_list l;
     l.s = nsa__sequence_of(d, at.b);
     if (at.local >= l.s.count) return;

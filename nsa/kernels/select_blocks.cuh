@@ -401,8 +401,7 @@ static __global__ void __launch_bounds__(NSA__P_CMP_THREADS)
     nsa__cuda_p_cmp_kernel(nsa_desc d, nsa_select x, nsa__cuda_extent rows,
                            const int32_t *cmp_begins, int sharers, float scale) {
     const int list = static_cast<int>(blockIdx.x) % d.kv_heads, group = d.heads / d.kv_heads;
-    const nsa__cuda_thing at =
-        nsa__cuda_thing_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
+    const nsa__cuda_item at = nsa__cuda_item_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
     const nsa__sequence s = nsa__sequence_of(d, at.b);
     const int row = static_cast<int>(at.local);
     if (row >= s.count) return;

@@ -151,8 +151,7 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS, 6)
                                   bool own) {
     NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
     const int head = static_cast<int>(blockIdx.x) % d.kv_heads;
-    const nsa__cuda_thing at =
-        nsa__cuda_thing_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
+    const nsa__cuda_item at = nsa__cuda_item_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
     const int b = at.b, row = static_cast<int>(at.local);
     const nsa__sequence s = nsa__sequence_of(d, b);
     if (row >= s.count) return;
@@ -255,7 +254,7 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS, 1)
    then neighbours are exchanged until all ascend, then what stands twice is left out. */
 static __global__ void nsa__cuda_normalize_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
                                                          nsa__cuda_extent thread_blocks) {
-    const nsa__cuda_thing at = nsa__cuda_thing_at(d, thread_blocks, blockIdx.x);
+    const nsa__cuda_item at = nsa__cuda_item_at(d, thread_blocks, blockIdx.x);
     const int warp =
         static_cast<int>(at.local) * NSA__NORMALIZE_WARPS + static_cast<int>(threadIdx.x) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -370,8 +370,8 @@ nsa__cuda_select_place_of(const nsa_desc &d, const nsa_select &x, const nsa__cud
     const int tile_queries = p.warps * p.queries;
     /* late queries, which see most, go first */
     const int block = static_cast<int>(blockIdx.x);
-    const nsa__cuda_thing tile_at =
-        nsa__cuda_thing_at(d, p.tiles, p.tiles.total - 1 - block / d.kv_heads);
+    const nsa__cuda_item tile_at =
+        nsa__cuda_item_at(d, p.tiles, p.tiles.total - 1 - block / d.kv_heads);
     at.kv_head = block % d.kv_heads;
     at.b = tile_at.b;
     at.s = nsa__sequence_of(d, at.b);
