@@ -7453,8 +7453,8 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
    Twin: none. Not here: which keys a query sees (attend_plan.h), who runs tasks (threads.h).
    How the work of a branch is cut: keys into tiles, queries into batches and tasks, heads into
    those that run at once. Tiles, and backward's batches and tasks, decide the order of sums, and
-   with it bits; they follow from the geometry alone. What threads decide is in nsa__share, and no
-   bit depends on it. */
+   with it bits; they follow from the geometry alone. No bit depends on what threads decide
+   (nsa__shared_tasks). */
 
 /* The order is that of the gate's three weights. */
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
@@ -7488,8 +7488,6 @@ enum {
     NSA__TASKS = 32,
     /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
     NSA__HEADS_NEAR = 4,
-    /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
-    NSA__SHARE_NUMBERS = 1 << 19,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
@@ -7498,7 +7496,7 @@ enum {
     NSA__PIECE_ROWS = 6,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
-    /* the same of keys that are packed; part of NSA__SHARE_NUMBERS' measurement */
+    /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
     NSA__PACKED_AHEAD = 32,
     /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
     NSA__LISTS_AHEAD = 32
@@ -7515,12 +7513,6 @@ typedef struct nsa__schedule {
     int head_slots;      /* head jobs that the workspace has packed keys for */
     int least_tasks;     /* of a head job, if its queries are enough */
 } nsa__schedule;
-
-/* What threads decide of a call. */
-typedef struct nsa__share {
-    int active_heads; /* of the head slots, those that run at once */
-    int least_tasks;  /* as the schedule's, or more */
-} nsa__share;
 
 /* Numbers of a row in whole vectors. */
 static int nsa__whole_vectors(int width) {
@@ -7571,12 +7563,6 @@ static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__bra
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
 
-/* What a call has until its threads are known. */
-static nsa__share nsa__share_of(const nsa__schedule *s) {
-    const nsa__share share = {s->head_slots, s->least_tasks};
-    return share;
-}
-
 /* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
@@ -7595,21 +7581,12 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     return s;
 }
 
-/* Forward's, by threads. Heads at once: no more than have their packed keys in the threads' part of
-   the third cache, because tasks read them again and again. Workspace is for all head slots, so
-   that a size for more tokens serves fewer. Tasks of lists are large: few heads or many threads
-   want more of them. `keys`: packed for a head, at most. */
-static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
-                                   int64_t keys, int threads) {
-    nsa__share share = nsa__share_of(s);
-    const int64_t numbers = nsa__max(1, keys * nsa__row_numbers(d));
+/* Tasks of a head job in forward, at least, for so many threads: tasks of lists are large, and many
+   threads want more of them. */
+static int nsa__shared_tasks(const nsa__schedule *s, nsa__branch branch, int threads) {
     const int64_t each = 2; /* tasks for a thread */
-    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t fit = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    share.active_heads = (int)nsa__max(1, nsa__min(fit, s->head_slots));
-    if (nsa__traits_of[branch].lists)
-        share.least_tasks = (int)nsa__ceil_div(tasks, share.active_heads);
-    return share;
+    if (!nsa__traits_of[branch].lists) return s->least_tasks;
+    return (int)nsa__ceil_div(nsa__max(NSA__TASKS, each * threads), s->head_slots);
 }
 
 /* Backward's batches have up to twice the rows of forward's, because each reads and writes its
@@ -7784,8 +7761,8 @@ typedef struct nsa__attend_plan {
    head after another. */
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
-    nsa__share share;
-    int heads; /* jobs that run at once, side by side in one array */
+    int least_tasks; /* of it, if its queries are enough */
+    int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int task_queries;         /* queries of a task */
@@ -7933,7 +7910,7 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
-    job.share = nsa__share_of(&p->cut);
+    job.least_tasks = p->cut.least_tasks;
     return job;
 }
 
@@ -8535,8 +8512,8 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
-    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, job->share.least_tasks,
-                                          seq->tokens, seq->count);
+    job->task_queries =
+        nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
@@ -8546,12 +8523,12 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
-/* Makes up to share.active_heads heads of a sequence, from `head` on, those of the jobs, and packs
-   their keys. The head jobs are neighbours in `jobs`. */
+/* Makes heads of a sequence, from `head` on, those of the jobs, one a head slot, and packs their
+   keys. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
-    int heads = (int)nsa__min(jobs->share.active_heads, p->heads - (int64_t)head);
+    int heads = (int)nsa__min(p->cut.head_slots, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }
@@ -8981,20 +8958,14 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
-/* What threads decide of a call. The branches of a chain, of which cmp writes lists, have the
-   same. */
-static nsa__share nsa__forward_share(const nsa__attend_plan *p, int threads) {
-    const int alone = p->is.compressed && !p->options.select;
-    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
-    return nsa__share_among(&p->cut, p->d, p->branch, keys, threads);
-}
-
 /* The jobs of a call, with memory of the workspace. Returns those that read in place. */
 static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
                                         nsa__arena *shared) {
     nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; i < p->cut.head_slots; i++) jobs[i].share = nsa__forward_share(p, threads);
-    for (int i = 0; p->options.select && i < p->cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
+    for (int i = 0; i < p->cut.head_slots; i++) {
+        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, threads);
+        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+    }
     return few;
 }
 

@@ -134,19 +134,15 @@ static void test_numbers_of_threads(const char *how) {
     problem_free(&p);
 }
 
-/* Heads that forward runs at once by so many threads, and out and the lists of all of them. */
+/* out and the lists of more heads than there are head slots, by several threads. */
 static void test_heads_at_once(void) {
     enum { TOKENS = 2100, HEADS = 5, WIDE = 64, THREADS = 3 };
-    static const int at_once[THREADS] = {1, 3, 4};
     const size_t out = (size_t)B * TOKENS * HEADS * WIDE * sizeof(float);
     problem p[THREADS];
     for (int i = 0; i < THREADS; i++) {
         problem_make_as(&p[i], TOKENS, HEADS, HEADS, WIDE);
         p[i].d.threads = i + 1;
         check_case("heads at once by %d threads", i + 1);
-        nsa__attend_plan plan = nsa__forward_plan(NULL, &p[i].d, NSA__SLC, nsa__no_options);
-        int heads = nsa__forward_share(&plan, i + 1).active_heads;
-        CHECK(heads == at_once[i], "%d heads, not %d", heads, at_once[i]);
         size_t bytes = most_bytes(&p[i]);
         void *workspace = malloc(bytes);
         nsa_status s = nsa_attention_forward(&p[i].x, &p[i].d, workspace, bytes);

@@ -222,20 +222,14 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
-/* What threads decide of a call. The branches of a chain, of which cmp writes lists, have the
-   same. */
-static nsa__share nsa__forward_share(const nsa__attend_plan *p, int threads) {
-    const int alone = p->is.compressed && !p->options.select;
-    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
-    return nsa__share_among(&p->cut, p->d, p->branch, keys, threads);
-}
-
 /* The jobs of a call, with memory of the workspace. Returns those that read in place. */
 static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
                                         nsa__arena *shared) {
     nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; i < p->cut.head_slots; i++) jobs[i].share = nsa__forward_share(p, threads);
-    for (int i = 0; p->options.select && i < p->cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
+    for (int i = 0; i < p->cut.head_slots; i++) {
+        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, threads);
+        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+    }
     return few;
 }
 

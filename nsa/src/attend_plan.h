@@ -44,8 +44,8 @@ typedef struct nsa__attend_plan {
    head after another. */
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
-    nsa__share share;
-    int heads; /* jobs that run at once, side by side in one array */
+    int least_tasks; /* of it, if its queries are enough */
+    int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int task_queries;         /* queries of a task */
@@ -193,6 +193,6 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
-    job.share = nsa__share_of(&p->cut);
+    job.least_tasks = p->cut.least_tasks;
     return job;
 }

@@ -12,8 +12,8 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
-    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, job->share.least_tasks,
-                                          seq->tokens, seq->count);
+    job->task_queries =
+        nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
@@ -23,12 +23,12 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
-/* Makes up to share.active_heads heads of a sequence, from `head` on, those of the jobs, and packs
-   their keys. The head jobs are neighbours in `jobs`. */
+/* Makes heads of a sequence, from `head` on, those of the jobs, one a head slot, and packs their
+   keys. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
-    int heads = (int)nsa__min(jobs->share.active_heads, p->heads - (int64_t)head);
+    int heads = (int)nsa__min(p->cut.head_slots, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }

@@ -2,8 +2,8 @@
    Twin: none. Not here: which keys a query sees (attend_plan.h), who runs tasks (threads.h).
    How the work of a branch is cut: keys into tiles, queries into batches and tasks, heads into
    those that run at once. Tiles, and backward's batches and tasks, decide the order of sums, and
-   with it bits; they follow from the geometry alone. What threads decide is in nsa__share, and no
-   bit depends on it. */
+   with it bits; they follow from the geometry alone. No bit depends on what threads decide
+   (nsa__shared_tasks). */
 #pragma once
 #include "sequences.h"
 
@@ -39,8 +39,6 @@ enum {
     NSA__TASKS = 32,
     /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
     NSA__HEADS_NEAR = 4,
-    /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
-    NSA__SHARE_NUMBERS = 1 << 19,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
@@ -49,7 +47,7 @@ enum {
     NSA__PIECE_ROWS = 6,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
-    /* the same of keys that are packed; part of NSA__SHARE_NUMBERS' measurement */
+    /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
     NSA__PACKED_AHEAD = 32,
     /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
     NSA__LISTS_AHEAD = 32
@@ -66,12 +64,6 @@ typedef struct nsa__schedule {
     int head_slots;      /* head jobs that the workspace has packed keys for */
     int least_tasks;     /* of a head job, if its queries are enough */
 } nsa__schedule;
-
-/* What threads decide of a call. */
-typedef struct nsa__share {
-    int active_heads; /* of the head slots, those that run at once */
-    int least_tasks;  /* as the schedule's, or more */
-} nsa__share;
 
 /* Numbers of a row in whole vectors. */
 static int nsa__whole_vectors(int width) {
@@ -122,12 +114,6 @@ static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__bra
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
 
-/* What a call has until its threads are known. */
-static nsa__share nsa__share_of(const nsa__schedule *s) {
-    const nsa__share share = {s->head_slots, s->least_tasks};
-    return share;
-}
-
 /* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
@@ -146,21 +132,12 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     return s;
 }
 
-/* Forward's, by threads. Heads at once: no more than have their packed keys in the threads' part of
-   the third cache, because tasks read them again and again. Workspace is for all head slots, so
-   that a size for more tokens serves fewer. Tasks of lists are large: few heads or many threads
-   want more of them. `keys`: packed for a head, at most. */
-static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
-                                   int64_t keys, int threads) {
-    nsa__share share = nsa__share_of(s);
-    const int64_t numbers = nsa__max(1, keys * nsa__row_numbers(d));
+/* Tasks of a head job in forward, at least, for so many threads: tasks of lists are large, and many
+   threads want more of them. */
+static int nsa__shared_tasks(const nsa__schedule *s, nsa__branch branch, int threads) {
     const int64_t each = 2; /* tasks for a thread */
-    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t fit = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    share.active_heads = (int)nsa__max(1, nsa__min(fit, s->head_slots));
-    if (nsa__traits_of[branch].lists)
-        share.least_tasks = (int)nsa__ceil_div(tasks, share.active_heads);
-    return share;
+    if (!nsa__traits_of[branch].lists) return s->least_tasks;
+    return (int)nsa__ceil_div(nsa__max(NSA__TASKS, each * threads), s->head_slots);
 }
 
 /* Backward's batches have up to twice the rows of forward's, because each reads and writes its
