@@ -1309,6 +1309,16 @@ static void nsa__cache_inputs(const nsa_attention *x, nsa_tensor inputs[NSA__INP
     memcpy(inputs, all, sizeof all);
 }
 
+/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
+static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
+    const nsa_desc *x = &a->desc, *y = &b->desc;
+    return x->window == y->window && x->window_rule == y->window_rule &&
+           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
+           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
+           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
+           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
+}
+
 /* A step sees what came before it, through one list for each kv head, and knows its own rows. */
 static nsa_status nsa__check_decodes(const nsa_desc *d) {
     if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
@@ -1339,7 +1349,7 @@ static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
 /* ==== Private, shared with nsa_cuda.cuh: the tensors of each public struct =======================
 
    A row a tensor: no check can forget one. nsa.h and nsa_cuda.cuh walk these tables, each with its
-   own idea of shapes. Not here: phi's parameters (compress.h), what a list holds (lists.h). */
+   own idea of shapes. Not here: what a list holds (lists.h). */
 
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_VIEWS)
 #define NSA__SHARED_VIEWS
@@ -1537,6 +1547,65 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             else if (to->data)
                 NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(of), 1, field));
         }
+    return NSA_OK;
+}
+
+/* A gradient that is asked for. */
+static nsa_status nsa__check_gradient(const nsa__side *side, const nsa_tensor *dx,
+                                      const nsa_tensor *x, nsa__shape shape, int field) {
+    if (!dx->data) return NSA_OK;
+    return side->rows(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+}
+
+/* phi's parameters, the one list of them. */
+typedef struct nsa__parameter {
+    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
+    int64_t rows;             /* for one head: rows of `width` numbers */
+    int width, optional, field;
+} nsa__parameter;
+
+static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
+                           nsa__parameter list[5]) {
+    const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
+    if (!dx) dx = x;
+    const nsa__parameter all[5] = {
+        {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
+        {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
+        {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
+        {&x->w2, &dx->w2, x->dim, x->hidden, 0, NSA__AT_w2},
+        {&x->b2, &dx->b2, 1, x->dim, 1, NSA__AT_b2}};
+    memcpy(list, all, sizeof all);
+    return mlp ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
+}
+
+/* The views of phi. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP in the chain. Backward of the
+   mean does not read x. */
+static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
+    nsa__parameter list[5];
+    if (c->forward || x->phi != NSA_PHI_MEAN)
+        NSA__CHECK(c->side->rows(&x->x, c->side->keys(c->d, x->dim), c->rows, 0, base + NSA__AT_x));
+    if (c->forward)
+        NSA__CHECK(
+            c->side->rows(&x->out, c->side->cmp(c->d, x->dim), c->rows, 1, base + NSA__AT_out));
+    for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
+        const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
+        if (list[i].optional && !list[i].x->data) continue;
+        NSA__CHECK(c->side->rows(list[i].x, shape, c->rows, 0, base + list[i].field));
+    }
+    return NSA_OK;
+}
+
+/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
+   are apart. */
+static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
+                                          const nsa_compress *x, const nsa_desc *d, int base) {
+    nsa__parameter list[5];
+    NSA__CHECK(nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, x->dim), base + NSA__AT_x));
+    for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
+        const int heads = list[i].dx->head ? d->kv_heads : 1;
+        const nsa__shape shape = {1, list[i].rows, heads, list[i].width};
+        NSA__CHECK(nsa__check_gradient(side, list[i].dx, list[i].x, shape, base + list[i].field));
+    }
     return NSA_OK;
 }
 
@@ -2499,18 +2568,6 @@ static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
 static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
     if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
     return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
-}
-
-static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t width) {
-    nsa__shape shape = {1, rows, d->kv_heads, width};
-    return shape;
-}
-
-/* Checks a gradient that is asked for. */
-static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
-                                      int field) {
-    if (!dx->data) return NSA_OK;
-    return nsa__check_view(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
 }
 
 static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
@@ -6476,7 +6533,7 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
     NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
+    NSA__CHECK(nsa__check_gradient(&nsa__cpu, &dx->x, &x->x, shape, NSA__AT_x));
     if (dx->x.data) nsa__rope_run(dx, x, d);
     return NSA_OK;
 }
@@ -6976,29 +7033,6 @@ static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     p->dh = nsa__alloc_reals(a, p->rows * hidden);
 }
 
-/* The parameters as a table, the one list of them. */
-typedef struct nsa__parameter {
-    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
-    nsa_real *sum;            /* backward: the gradient of `head`, before it is added to dx */
-    int64_t rows;             /* for one head: rows of `width` numbers */
-    int width, optional, field;
-} nsa__parameter;
-
-static int nsa__parameters(const nsa__compress_job *p, nsa__parameter list[5]) {
-    const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
-    const int flat = nsa__flat(p), l = p->d->cmp_block;
-    const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
-                                    {&x->b1, &dx->b1, p->db1, 1, x->dim, 1, NSA__AT_b1}};
-    const nsa__parameter mlp[5] = {{&x->pos, &dx->pos, p->dpos, l, x->dim, 1, NSA__AT_pos},
-                                   {&x->w1, &dx->w1, p->dw1, x->hidden, flat, 0, NSA__AT_w1},
-                                   {&x->b1, &dx->b1, p->db1, 1, x->hidden, 1, NSA__AT_b1},
-                                   {&x->w2, &dx->w2, p->dw2, x->dim, x->hidden, 0, NSA__AT_w2},
-                                   {&x->b2, &dx->b2, p->db2, 1, x->dim, 1, NSA__AT_b2}};
-    if (x->phi == NSA_PHI_CONV) memcpy(list, conv, sizeof conv);
-    if (x->phi == NSA_PHI_MLP) memcpy(list, mlp, sizeof mlp);
-    return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
-}
-
 static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
                                        nsa__arena *scratch) {
     nsa__mlp_rows f;
@@ -7081,13 +7115,14 @@ static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
    head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
     nsa__parameter list[5];
-    int count = nsa__parameters(p, list), parameters = 0; /* 1: the gradient of one is asked for */
+    nsa_real *const sums[5] = {p->dw1, p->db1, p->dpos, p->dw2, p->db2}; /* in their order */
+    int count = nsa__parameters(p->dx, p->x, p->d, list);
+    int parameters = 0; /* 1: the gradient of one is asked for */
     for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
             if (p->head == 0 || list[i].dx->head != 0)
-                memset(list[i].sum, 0,
-                       (size_t)list[i].rows * (size_t)list[i].width * sizeof *list[i].sum);
+                memset(sums[i], 0, (size_t)list[i].rows * (size_t)list[i].width * sizeof **sums);
         if (p->x->phi == NSA_PHI_MLP) {
             nsa__mlp_load_weights(p);
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
@@ -7104,7 +7139,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
                 nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
-                         list[i].sum + r * list[i].width, list[i].width);
+                         sums[i] + r * list[i].width, list[i].width);
         }
     }
 }
@@ -7128,49 +7163,6 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     NSA__CHECK(nsa_desc_check(nsa__desc_using(d, NSA__USES_CMP, &own)));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     return nsa__compress_check_sizes(x, d, 0);
-}
-
-/* Checks the views, after nsa__compress_check_sizes. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP
-   in the chain. Backward of the mean does not read x. */
-static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
-                                      int base) {
-    nsa__compress_job p;
-    nsa__parameter list[5];
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.d = d;
-    int reads = forward || x->phi != NSA_PHI_MEAN;
-    if (reads)
-        NSA__CHECK(
-            nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0, base + NSA__AT_x));
-    if (forward)
-        NSA__CHECK(nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
-                                   base + NSA__AT_out));
-    for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
-        if (list[i].optional && !list[i].x->data) continue;
-        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        NSA__CHECK(nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field));
-    }
-    return NSA_OK;
-}
-
-/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
-   are apart. */
-static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
-                                               const nsa_desc *d, int base) {
-    nsa__compress_job p;
-    nsa__parameter list[5];
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.dx = dx;
-    p.d = d;
-    nsa_status s = nsa__check_gradient(&dx->x, &x->x, nsa__key_shape(d, x->dim), base + NSA__AT_x);
-    for (int i = 0, count = nsa__parameters(&p, list); s == NSA_OK && i < count; i++) {
-        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        if (list[i].dx->head == 0) shape.heads = 1;
-        s = nsa__check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
-    }
-    return s;
 }
 
 static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
@@ -7220,7 +7212,8 @@ NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const 
 NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
                                         size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
-    NSA__CHECK(nsa__compress_check(x, d, 1, 0));
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_phi(&c, x, 0));
     return nsa__compress_go(NULL, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
@@ -7233,11 +7226,12 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
                                          const nsa_desc *d, void *workspace, size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     NSA__CHECK(nsa__check_backward(d, 1));
-    NSA__CHECK(nsa__compress_check(x, d, 0, 0));
+    const nsa__checked c = nsa__checked_of(d, 0, 0);
+    NSA__CHECK(nsa__check_phi(&c, x, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
                                NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
+    NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, dx, x, d, 0));
     return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
 }
 
@@ -9041,8 +9035,8 @@ typedef struct nsa__backward {
     nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest` on,
-       around the end. */
+    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest`
+       on, around the end. */
     nsa_real *dk, *dv;
     uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
     int32_t pending_tile[NSA__PENDING];
@@ -10372,9 +10366,10 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
    backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
     NSA__CHECK(nsa__attention_check_sizes(x, d));
+    const nsa__checked phi = nsa__checked_of(d, forward, 0);
     nsa__chain c = nsa__chain_of(x);
-    NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_phi(&phi, &x->k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&phi, &x->v_cmp, NSA__TO_V_CMP));
     NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
     NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
     NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
@@ -10604,8 +10599,8 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
                                                 const nsa_desc *d) {
     const nsa__checked c = nsa__checked_of(d, 0, 0);
     NSA__CHECK(nsa__check_gradients(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, dx, x));
-    NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
-    return nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
+    NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, &dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    return nsa__check_phi_gradient(&nsa__cpu, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
 /* The view x from a row and head on, which become row 0 and head 0. */
@@ -10847,16 +10842,6 @@ NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) 
     return NSA_OK;
 }
 
-/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
-static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
-    const nsa_desc *x = &a->desc, *y = &b->desc;
-    return x->window == y->window && x->window_rule == y->window_rule &&
-           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
-           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
-           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
-           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
-}
-
 /* Copies whole rings, because rows are indexed by s % R in both caches; of straight arrays the rows
    before `length`. `newest` goes with them, because the rings are those of the source. */
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
@@ -11081,8 +11066,9 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
     d.count = (int)nsa__min(count, d.tokens);
     nsa_attention all = nsa__decode_views(x, cache, 0, 0);
     nsa__chain c = nsa__chain_of(&all);
-    NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
+    const nsa__checked phi = nsa__checked_of(&d, 1, 0);
+    NSA__CHECK(nsa__check_phi(&phi, &all.k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&phi, &all.v_cmp, NSA__TO_V_CMP));
     NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, nsa__chain_cmp));
     NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, nsa__chain_slc));
     NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, nsa__chain_win));

@@ -1,4 +1,4 @@
-/* attend_mainloop.cuh: attention over few keys: what the loops over key tiles share: tiles in shared
+/* attend_mainloop.cuh: attention over few keys: what loops over key tiles share: tiles in shared
    memory, scores and softmax, the choice of a kernel, the launch of a call.
    Twin: nsa.h, "Attention: forward", "Attention: entry points".
    Not here: the loops that multiply (attend_forward.cuh, attend_backward.cuh). */

@@ -1,7 +1,7 @@
 /* attend_scheduler.cuh: attention over few keys: the key tiles that a thread block visits, in their
    order, and which of their keys have a value that is not finite.
    Twin: nsa.h, "Attention: tile iteration".
-   Not here: what a query sees of a tile (attend_keys.cuh), what is computed (attend_mainloop.cuh). */
+   Not here: what a query sees of a tile (attend_keys.cuh), products (attend_forward.cuh). */
 #ifndef NSA_ATTEND_SCHEDULER_CUH
 #define NSA_ATTEND_SCHEDULER_CUH
 

@@ -167,8 +167,8 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
                                                      const nsa_attention *x, const nsa_desc *d) {
     const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 0, 0);
     NSA__CHECK(nsa__check_gradients(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, dx, x));
-    NSA__CHECK(nsa__cuda_compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
-    return nsa__cuda_compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
+    NSA__CHECK(nsa__check_phi_gradient(&nsa__cuda_side, &dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    return nsa__check_phi_gradient(&nsa__cuda_side, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
 /* The branches' parameters, and which of their keys are not finite; win shares slc's answer where

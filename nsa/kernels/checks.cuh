@@ -166,13 +166,6 @@ static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape sh
     return NSA_OK;
 }
 
-/* A gradient that is asked for: of its tensor's dtype, or f32. */
-static inline nsa_status nsa__cuda_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
-                                                  nsa__shape shape, int field) {
-    if (!dx->data) return NSA_OK;
-    return nsa__cuda_check_rows(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
-}
-
 static const nsa__side nsa__cuda_side = {nsa__cuda_query_shape, nsa__cuda_key_shape,
                                          nsa__cuda_cmp_shape, nsa__cuda_check_rows};
 

@@ -209,27 +209,6 @@ static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_co
 
 /* ---- Doors ---------------------------------------------------------------------------------- */
 
-/* The parameters as a table: shape, view, name. The one list of them. */
-struct nsa__cuda_parameter {
-    const nsa_tensor *x, *dx;
-    int64_t rows;
-    int width, optional, field;
-};
-
-static int nsa__cuda_parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                nsa__cuda_parameter list[5]) {
-    const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
-    const nsa__cuda_parameter all[5] = {
-        {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
-        {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
-        {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
-        {&x->w2, &dx->w2, x->dim, x->hidden, 0, NSA__AT_w2},
-        {&x->b2, &dx->b2, 1, x->dim, 1, NSA__AT_b2}};
-    const int count = mlp ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
-    for (int i = 0; i < count; i++) list[i] = all[i];
-    return count;
-}
-
 static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const nsa_desc *d,
                                                  int base) {
     nsa_desc own;
@@ -252,39 +231,11 @@ static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const ns
 /* `base` is what the chain adds to the names of the fields. */
 static nsa_status nsa__cuda_compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
                                            int base) {
-    nsa_status s = nsa__cuda_compress_check_sizes(x, d, base);
-    if (s != NSA_OK) return s;
-    const bool mlp = x->phi == NSA_PHI_MLP;
-    const unsigned dtypes =
-        mlp ? nsa__cuda_one_dtype(x->x.dtype) : static_cast<unsigned>(NSA__FLOATS);
-    if ((forward || x->phi != NSA_PHI_MEAN) &&
-        (s = nsa__cuda_check_rows(&x->x, nsa__cuda_key_shape(d, x->dim), dtypes, 0,
-                                  base + NSA__AT_x)) != NSA_OK)
-        return s;
-    if (forward && (s = nsa__cuda_check_rows(&x->out, nsa__cuda_cmp_shape(d, x->dim), dtypes, 1,
-                                             base + NSA__AT_out)) != NSA_OK)
-        return s;
-    nsa__cuda_parameter list[5];
-    for (int i = 0, count = nsa__cuda_parameters(x, x, d, list); i < count; i++) {
-        if (list[i].optional && !list[i].x->data) continue;
-        const nsa__shape shape = {1, list[i].rows, d->kv_heads, list[i].width};
-        s = nsa__cuda_check_rows(list[i].x, shape, dtypes, 0, base + list[i].field);
-        if (s != NSA_OK) return s;
-    }
-    return NSA_OK;
-}
-
-static nsa_status nsa__cuda_compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
-                                                    const nsa_desc *d, int base) {
-    nsa__cuda_parameter list[5];
-    nsa_status s =
-        nsa__cuda_check_gradient(&dx->x, &x->x, nsa__cuda_key_shape(d, x->dim), base + NSA__AT_x);
-    for (int i = 0, count = nsa__cuda_parameters(dx, x, d, list); s == NSA_OK && i < count; i++) {
-        const nsa__shape shape = {1, list[i].rows, list[i].dx->head ? d->kv_heads : 1,
-                                  list[i].width};
-        s = nsa__cuda_check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
-    }
-    return s;
+    NSA__CHECK(nsa__cuda_compress_check_sizes(x, d, base));
+    const unsigned dtypes = x->phi == NSA_PHI_MLP ? nsa__cuda_one_dtype(x->x.dtype)
+                                                  : static_cast<unsigned>(NSA__FLOATS);
+    const nsa__checked c = nsa__cuda_checked_of(d, dtypes, forward, 0);
+    return nsa__check_phi(&c, x, base);
 }
 
 static size_t nsa__cuda_compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward) {
@@ -338,7 +289,7 @@ extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const n
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
                                     NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__cuda_compress_gradient_check(dx, x, d, 0));
+    NSA__CHECK(nsa__check_phi_gradient(&nsa__cuda_side, dx, x, d, 0));
     nsa_status s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 1), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_compress_backward_run(dx, x, d, workspace, stream) : s;
 }

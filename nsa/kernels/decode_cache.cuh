@@ -181,22 +181,6 @@ static __global__ void nsa__cuda_cache_forked_kernel(nsa_cache to, int to_sequen
     to.lengths[to_sequence] = length;
 }
 
-static bool nsa__cuda_cache_same_geometry(const nsa_cache *a, const nsa_cache *b) {
-    const nsa_desc *x = &a->desc, *y = &b->desc;
-    const int pairs[][2] = {{x->kv_heads, y->kv_heads},
-                            {x->dim, y->dim},
-                            {x->dim_v, y->dim_v},
-                            {x->cmp_block, y->cmp_block},
-                            {x->cmp_stride, y->cmp_stride},
-                            {x->window, y->window},
-                            {x->window_rule, y->window_rule},
-                            {a->max_rewind, b->max_rewind},
-                            {a->k_slc.dtype, b->k_slc.dtype}};
-    for (const int(&pair)[2] : pairs)
-        if (pair[0] != pair[1]) return false;
-    return a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
-}
-
 /* What makes a sequence the copy of another's first `length` tokens. */
 static nsa__cuda_cache_copies nsa__cuda_cache_copies_of(nsa_cache *to, int to_sequence,
                                                         const nsa_cache *from, int from_sequence,
@@ -248,7 +232,7 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
     if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (to_sequence < 0 || to_sequence >= to->desc.batch)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
-    if (!nsa__cuda_cache_same_geometry(to, from) || length > to->desc.tokens)
+    if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     if (to->lengths + to_sequence != from->lengths + from_sequence)
         s = nsa__cuda_status(
@@ -260,7 +244,7 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
                                        *to, to_sequence, *from, from_sequence, length, verdict));
 }
 
-/* ---- A step: positions ------------------------------------------------------------------------ */
+/* ---- A step: positions ---------------------------------------------------------------------- */
 
 /* What a step knows of its sequences, on the device. Blocks that it completes are compressed from
    a copy of their rows that has no ring: packed sequences, as compress.cuh takes them. */
@@ -399,8 +383,8 @@ struct nsa__cuda_decode_inputs {
     } of[NSA__INPUTS / 2];
 };
 
-/* The first kernel of a step: whether it is refused, its positions, its rows into the cache. Only the
-   last kernel changes lengths, so all blocks of this one find the same. */
+/* The first kernel of a step: whether it is refused, its positions, its rows into the cache. Only
+   the last kernel changes lengths, so all blocks of this one find the same. */
 static __global__ void
 nsa__cuda_decode_append_kernel(const NSA_GRID_CONSTANT nsa_cache cache,
                                const NSA_GRID_CONSTANT nsa__cuda_decode_inputs inputs, int count,

@@ -122,7 +122,7 @@ extern "C" nsa_status nsa_cuda_rope_backward(const nsa_rope *dx, const nsa_rope 
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);
     NSA__CHECK(nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__cuda_check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
+    NSA__CHECK(nsa__check_gradient(&nsa__cuda_side, &dx->x, &x->x, shape, NSA__AT_x));
     return dx->x.data ? nsa__cuda_rope_run<true>(x, d, &dx->out, &dx->x, stream) : NSA_OK;
 }
 

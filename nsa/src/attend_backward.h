@@ -25,8 +25,8 @@ typedef struct nsa__backward {
     nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest` on,
-       around the end. */
+    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest`
+       on, around the end. */
     nsa_real *dk, *dv;
     uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
     int32_t pending_tile[NSA__PENDING];

@@ -18,9 +18,10 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
    backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
     NSA__CHECK(nsa__attention_check_sizes(x, d));
+    const nsa__checked phi = nsa__checked_of(d, forward, 0);
     nsa__chain c = nsa__chain_of(x);
-    NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_phi(&phi, &x->k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&phi, &x->v_cmp, NSA__TO_V_CMP));
     NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
     NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
     NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
@@ -250,8 +251,8 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
                                                 const nsa_desc *d) {
     const nsa__checked c = nsa__checked_of(d, 0, 0);
     NSA__CHECK(nsa__check_gradients(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, dx, x));
-    NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
-    return nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
+    NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, &dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    return nsa__check_phi_gradient(&nsa__cpu, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
 /* The view x from a row and head on, which become row 0 and head 0. */

@@ -352,18 +352,6 @@ static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
     return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
 }
 
-static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t width) {
-    nsa__shape shape = {1, rows, d->kv_heads, width};
-    return shape;
-}
-
-/* Checks a gradient that is asked for. */
-static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
-                                      int field) {
-    if (!dx->data) return NSA_OK;
-    return nsa__check_view(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
-}
-
 static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
                                    nsa__check_view};
 

@@ -335,29 +335,6 @@ static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     p->dh = nsa__alloc_reals(a, p->rows * hidden);
 }
 
-/* The parameters as a table, the one list of them. */
-typedef struct nsa__parameter {
-    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
-    nsa_real *sum;            /* backward: the gradient of `head`, before it is added to dx */
-    int64_t rows;             /* for one head: rows of `width` numbers */
-    int width, optional, field;
-} nsa__parameter;
-
-static int nsa__parameters(const nsa__compress_job *p, nsa__parameter list[5]) {
-    const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
-    const int flat = nsa__flat(p), l = p->d->cmp_block;
-    const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
-                                    {&x->b1, &dx->b1, p->db1, 1, x->dim, 1, NSA__AT_b1}};
-    const nsa__parameter mlp[5] = {{&x->pos, &dx->pos, p->dpos, l, x->dim, 1, NSA__AT_pos},
-                                   {&x->w1, &dx->w1, p->dw1, x->hidden, flat, 0, NSA__AT_w1},
-                                   {&x->b1, &dx->b1, p->db1, 1, x->hidden, 1, NSA__AT_b1},
-                                   {&x->w2, &dx->w2, p->dw2, x->dim, x->hidden, 0, NSA__AT_w2},
-                                   {&x->b2, &dx->b2, p->db2, 1, x->dim, 1, NSA__AT_b2}};
-    if (x->phi == NSA_PHI_CONV) memcpy(list, conv, sizeof conv);
-    if (x->phi == NSA_PHI_MLP) memcpy(list, mlp, sizeof mlp);
-    return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
-}
-
 static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
                                        nsa__arena *scratch) {
     nsa__mlp_rows f;
@@ -440,13 +417,14 @@ static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
    head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
     nsa__parameter list[5];
-    int count = nsa__parameters(p, list), parameters = 0; /* 1: the gradient of one is asked for */
+    nsa_real *const sums[5] = {p->dw1, p->db1, p->dpos, p->dw2, p->db2}; /* in their order */
+    int count = nsa__parameters(p->dx, p->x, p->d, list);
+    int parameters = 0; /* 1: the gradient of one is asked for */
     for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
             if (p->head == 0 || list[i].dx->head != 0)
-                memset(list[i].sum, 0,
-                       (size_t)list[i].rows * (size_t)list[i].width * sizeof *list[i].sum);
+                memset(sums[i], 0, (size_t)list[i].rows * (size_t)list[i].width * sizeof **sums);
         if (p->x->phi == NSA_PHI_MLP) {
             nsa__mlp_load_weights(p);
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
@@ -463,7 +441,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
                 nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
-                         list[i].sum + r * list[i].width, list[i].width);
+                         sums[i] + r * list[i].width, list[i].width);
         }
     }
 }
@@ -487,49 +465,6 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     NSA__CHECK(nsa_desc_check(nsa__desc_using(d, NSA__USES_CMP, &own)));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     return nsa__compress_check_sizes(x, d, 0);
-}
-
-/* Checks the views, after nsa__compress_check_sizes. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP
-   in the chain. Backward of the mean does not read x. */
-static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
-                                      int base) {
-    nsa__compress_job p;
-    nsa__parameter list[5];
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.d = d;
-    int reads = forward || x->phi != NSA_PHI_MEAN;
-    if (reads)
-        NSA__CHECK(
-            nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0, base + NSA__AT_x));
-    if (forward)
-        NSA__CHECK(nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
-                                   base + NSA__AT_out));
-    for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
-        if (list[i].optional && !list[i].x->data) continue;
-        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        NSA__CHECK(nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field));
-    }
-    return NSA_OK;
-}
-
-/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
-   are apart. */
-static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
-                                               const nsa_desc *d, int base) {
-    nsa__compress_job p;
-    nsa__parameter list[5];
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.dx = dx;
-    p.d = d;
-    nsa_status s = nsa__check_gradient(&dx->x, &x->x, nsa__key_shape(d, x->dim), base + NSA__AT_x);
-    for (int i = 0, count = nsa__parameters(&p, list); s == NSA_OK && i < count; i++) {
-        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        if (list[i].dx->head == 0) shape.heads = 1;
-        s = nsa__check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
-    }
-    return s;
 }
 
 static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
@@ -579,7 +514,8 @@ NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const 
 NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
                                         size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
-    NSA__CHECK(nsa__compress_check(x, d, 1, 0));
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_phi(&c, x, 0));
     return nsa__compress_go(NULL, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
@@ -592,10 +528,11 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
                                          const nsa_desc *d, void *workspace, size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     NSA__CHECK(nsa__check_backward(d, 1));
-    NSA__CHECK(nsa__compress_check(x, d, 0, 0));
+    const nsa__checked c = nsa__checked_of(d, 0, 0);
+    NSA__CHECK(nsa__check_phi(&c, x, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
                                NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
+    NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, dx, x, d, 0));
     return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
 }

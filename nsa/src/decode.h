@@ -89,16 +89,6 @@ NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) 
     return NSA_OK;
 }
 
-/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
-static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
-    const nsa_desc *x = &a->desc, *y = &b->desc;
-    return x->window == y->window && x->window_rule == y->window_rule &&
-           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
-           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
-           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
-           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
-}
-
 /* Copies whole rings, because rows are indexed by s % R in both caches; of straight arrays the rows
    before `length`. `newest` goes with them, because the rings are those of the source. */
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
@@ -323,8 +313,9 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
     d.count = (int)nsa__min(count, d.tokens);
     nsa_attention all = nsa__decode_views(x, cache, 0, 0);
     nsa__chain c = nsa__chain_of(&all);
-    NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
+    const nsa__checked phi = nsa__checked_of(&d, 1, 0);
+    NSA__CHECK(nsa__check_phi(&phi, &all.k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&phi, &all.v_cmp, NSA__TO_V_CMP));
     NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, nsa__chain_cmp));
     NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, nsa__chain_slc));
     NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, nsa__chain_win));

@@ -558,6 +558,16 @@ static void nsa__cache_inputs(const nsa_attention *x, nsa_tensor inputs[NSA__INP
     memcpy(inputs, all, sizeof all);
 }
 
+/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
+static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
+    const nsa_desc *x = &a->desc, *y = &b->desc;
+    return x->window == y->window && x->window_rule == y->window_rule &&
+           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
+           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
+           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
+           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
+}
+
 /* A step sees what came before it, through one list for each kv head, and knows its own rows. */
 static nsa_status nsa__check_decodes(const nsa_desc *d) {
     if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);

@@ -1,7 +1,7 @@
 /* ==== Private, shared with nsa_cuda.cuh: the tensors of each public struct =======================
 
    A row a tensor: no check can forget one. nsa.h and nsa_cuda.cuh walk these tables, each with its
-   own idea of shapes. Not here: phi's parameters (compress.h), what a list holds (lists.h). */
+   own idea of shapes. Not here: what a list holds (lists.h). */
 #include "shared.h"
 
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_VIEWS)
@@ -200,6 +200,65 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             else if (to->data)
                 NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(of), 1, field));
         }
+    return NSA_OK;
+}
+
+/* A gradient that is asked for. */
+static nsa_status nsa__check_gradient(const nsa__side *side, const nsa_tensor *dx,
+                                      const nsa_tensor *x, nsa__shape shape, int field) {
+    if (!dx->data) return NSA_OK;
+    return side->rows(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+}
+
+/* phi's parameters, the one list of them. */
+typedef struct nsa__parameter {
+    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
+    int64_t rows;             /* for one head: rows of `width` numbers */
+    int width, optional, field;
+} nsa__parameter;
+
+static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
+                           nsa__parameter list[5]) {
+    const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
+    if (!dx) dx = x;
+    const nsa__parameter all[5] = {
+        {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
+        {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
+        {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
+        {&x->w2, &dx->w2, x->dim, x->hidden, 0, NSA__AT_w2},
+        {&x->b2, &dx->b2, 1, x->dim, 1, NSA__AT_b2}};
+    memcpy(list, all, sizeof all);
+    return mlp ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
+}
+
+/* The views of phi. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP in the chain. Backward of the
+   mean does not read x. */
+static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
+    nsa__parameter list[5];
+    if (c->forward || x->phi != NSA_PHI_MEAN)
+        NSA__CHECK(c->side->rows(&x->x, c->side->keys(c->d, x->dim), c->rows, 0, base + NSA__AT_x));
+    if (c->forward)
+        NSA__CHECK(
+            c->side->rows(&x->out, c->side->cmp(c->d, x->dim), c->rows, 1, base + NSA__AT_out));
+    for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
+        const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
+        if (list[i].optional && !list[i].x->data) continue;
+        NSA__CHECK(c->side->rows(list[i].x, shape, c->rows, 0, base + list[i].field));
+    }
+    return NSA_OK;
+}
+
+/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
+   are apart. */
+static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
+                                          const nsa_compress *x, const nsa_desc *d, int base) {
+    nsa__parameter list[5];
+    NSA__CHECK(nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, x->dim), base + NSA__AT_x));
+    for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
+        const int heads = list[i].dx->head ? d->kv_heads : 1;
+        const nsa__shape shape = {1, list[i].rows, heads, list[i].width};
+        NSA__CHECK(nsa__check_gradient(side, list[i].dx, list[i].x, shape, base + list[i].field));
+    }
     return NSA_OK;
 }
 
