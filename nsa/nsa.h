@@ -922,7 +922,7 @@ typedef struct nsa__axis {
 /* 1 if no two elements of the shape are one; those of a row are `inner` apart. Axes are sorted by
    stride. Elements are apart if each stride steps over all elements that the axes before it cover.
    Interleaved axes are refused too, even if they share nothing. */
-static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape, int64_t inner) {
+static int nsa__rows_disjoint(const nsa_tensor *x, nsa__shape shape, int64_t inner) {
     nsa__axis axes[4] = {{inner, shape.width},
                          {x->batch, shape.batch},
                          {x->token, shape.rows},
@@ -961,7 +961,7 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
         !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
         return nsa__error(NSA_ERROR_OVERFLOW, field);
-    if (writes && !nsa__rows_apart(x, shape, 1)) return nsa__error(NSA_ERROR_STRIDE, field);
+    if (writes && !nsa__rows_disjoint(x, shape, 1)) return nsa__error(NSA_ERROR_STRIDE, field);
     return NSA_OK;
 }
 
@@ -974,8 +974,8 @@ static nsa_status nsa__check_gates(const nsa_tensor *x, const nsa_desc *d, nsa__
                                    unsigned dtypes, int writes, int field) {
     NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, field));
     if (!writes || shape.batch == 0 || shape.rows == 0) return NSA_OK;
-    return nsa__rows_apart(x, shape, nsa__gate_stride(d)) ? NSA_OK
-                                                          : nsa__error(NSA_ERROR_STRIDE, field);
+    return nsa__rows_disjoint(x, shape, nsa__gate_stride(d)) ? NSA_OK
+                                                             : nsa__error(NSA_ERROR_STRIDE, field);
 }
 
 /* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
@@ -2583,26 +2583,28 @@ static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compress
    Twin: none; kernels take views. Not here: who runs (threads.h). */
 
 /* Where the rows of a sequence's keys lie, or of its compressed ones. */
-typedef struct nsa__rows {
+typedef struct nsa__key_layout {
     int64_t batch, row;   /* what batch strides multiply, and the row of key 0 */
     int ring;             /* a decoding cache's: key s lies in row s % ring; 0: straight */
     const int32_t *pages; /* NULL, or where batch and row are found: see nsa__key_row */
-    int page_rows, lead;
-} nsa__rows;
+    int page_rows, page_offset;
+} nsa__key_layout;
 
 /* The row of a key: the one place that knows rings and pages. */
-static void *nsa__key_row(const nsa__rows *rows, const nsa_tensor *x, int64_t key, int64_t head) {
+static void *nsa__key_row(const nsa__key_layout *rows, const nsa_tensor *x, int64_t key,
+                          int64_t head) {
     if (rows->pages) {
-        uint32_t at = (uint32_t)(key + rows->lead), n = (uint32_t)rows->page_rows;
+        uint32_t at = (uint32_t)(key + rows->page_offset), n = (uint32_t)rows->page_rows;
         return nsa__row(x, rows->pages[at / n], at % n, head);
     }
     return nsa__row(x, rows->batch, rows->row + (rows->ring ? key % rows->ring : key), head);
 }
 
 /* Keys from this one on whose rows follow each other by the token stride. */
-static int nsa__rows_together(const nsa__rows *rows, int key) {
+static int nsa__rows_together(const nsa__key_layout *rows, int key) {
     if (rows->pages)
-        return rows->page_rows - (int)((uint32_t)(key + rows->lead) % (uint32_t)rows->page_rows);
+        return rows->page_rows -
+               (int)((uint32_t)(key + rows->page_offset) % (uint32_t)rows->page_rows);
     return rows->ring ? rows->ring - key % rows->ring : INT_MAX;
 }
 
@@ -2612,7 +2614,7 @@ typedef struct nsa__seq {
     int nth;            /* b */
     int64_t batch, row; /* on the query's side: what batch strides multiply, and the view's row of
                            query `first` */
-    nsa__rows keys, cmp;
+    nsa__key_layout keys, cmp;
     int tokens, cmp_tokens; /* its keys, and its compressed keys */
     int first, count; /* the queries to compute that it has: positions first .. first + count - 1 */
 } nsa__seq;
@@ -2635,7 +2637,8 @@ static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     s->keys.pages = s->cmp.pages = nsa__table(d, b);
     s->keys.page_rows = d->page_tokens;
     s->cmp.page_rows = d->page_tokens / d->cmp_stride;
-    s->cmp.lead = d->cmp_block / d->cmp_stride - 1; /* a block lies where its last token does */
+    s->cmp.page_offset =
+        d->cmp_block / d->cmp_stride - 1; /* a block lies where its last token does */
 }
 
 /* The first sequence. The loop ends when index reaches d->batch. */
@@ -7074,9 +7077,9 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
             p->seq.keys.ring = p->ring;
             int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
             int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
-            nsa__team some = *team;
-            if (!mlp) some.threads = nsa__threads_for(team->threads, work);
-            nsa__run(&some, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
+            nsa__team fewer = *team;
+            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work);
+            nsa__run(&fewer, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
                      mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
         }
     }
@@ -7502,7 +7505,7 @@ typedef struct nsa__schedule {
     int pack_ahead;      /* rows between a row's prefetch and its packing */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task, at most */
-    int near_queries;    /* the same in a short sequence */
+    int l2_queries;      /* the same in a short sequence */
     int in_place_max;    /* forward: of sequences with so many queries K and V are read unpacked */
     int head_slots;      /* head jobs that the workspace has packed keys for */
     int least_tasks;     /* of a head job, if its queries are enough */
@@ -7552,7 +7555,7 @@ static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby,
    queries. */
 static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
                              int least_tasks, int tokens, int64_t count) {
-    int64_t most = s->near_queries, shared = nsa__ceil_div(count, least_tasks);
+    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, least_tasks);
     if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
@@ -7570,7 +7573,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
-    s.near_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
+    s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
     return s;
 }
@@ -7594,7 +7597,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
-        s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
+        s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
     s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
     return s;
@@ -7724,8 +7727,8 @@ static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, nsa_dtype dtyp
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int ring;                 /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
-    int64_t *reads;           /* NULL, or of each query and kv head: how many keys it has read */
+    int ring;       /* a decoding cache's window: see nsa__key_layout; 0 if rows are straight */
+    int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
 } nsa__attend_options;
@@ -7740,10 +7743,10 @@ typedef struct nsa__attend_plan {
     nsa__traits is;
     nsa__schedule cut;
     nsa__attend_options options;
-    int heads;      /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;    /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;      /* query heads of a job */
-    int list_width; /* entries of a block list */
+    int heads;             /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int lists_per_kv_head; /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;             /* query heads of a job */
+    int list_width;        /* entries of a block list */
     const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
     int stride_p;            /* backward: of a row of p and ds */
@@ -7761,7 +7764,7 @@ typedef struct nsa__head_job {
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
-    nsa__rows rows;           /* where K and V lie */
+    nsa__key_layout rows;     /* where K and V lie */
     int in_place;             /* K and V are read unpacked; then all queries are one task */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
@@ -7849,7 +7852,7 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
 
 /* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
 static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
-    return p->sharers > 1 ? 1 : nearby;
+    return p->lists_per_kv_head > 1 ? 1 : nearby;
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -7866,7 +7869,7 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.tiles = nsa__tiles_of(d->isa);
     p.branch = branch;
     p.heads = lists ? nsa__list_heads(d) : d->kv_heads;
-    p.sharers = p.heads / d->kv_heads;
+    p.lists_per_kv_head = p.heads / d->kv_heads;
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
@@ -8221,7 +8224,7 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
     size_t keys = (size_t)p->cut.tile, wide = (size_t)p->k.wide, wide_v = (size_t)p->v.wide;
     ptrdiff_t key = tile * p->cut.tile;
-    if (!job->nonfinite_keys || job->head % p->sharers) return;
+    if (!job->nonfinite_keys || job->head % p->lists_per_kv_head) return;
     job->nonfinite_keys[tile] = 0;
     if (job->dk) memset(job->dk + key * p->k.wide, 0, keys * wide * sizeof *job->dk);
     if (job->dv) memset(job->dv + key * p->v.wide, 0, keys * wide_v * sizeof *job->dv);
@@ -8230,13 +8233,13 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
 /* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
    transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
    short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
-   transpose alone are loaded into `some`, which has room for NSA__LANES of them. */
+   transpose alone are loaded into `room`, which has place for NSA__LANES of them. */
 static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
+                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int width = o->width, wide = o->wide;
-    nsa_real *to = rows ? rows : some;
+    nsa_real *to = rows ? rows : room;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
@@ -8272,18 +8275,18 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 /* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
    row. */
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
+                                nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, wide = o->wide;
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
-        nsa_real *to = some + (r & 1) * wide / 2;
+        nsa_real *to = room + (r & 1) * wide / 2;
         const void *from = nsa__walk_packed(job, o, begin, r);
         if (!from)
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x->dtype, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, some, some + wide / 2, wide);
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, room, room + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -8291,9 +8294,9 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
 }
 
 static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, void *some) {
+                          nsa__packed *rows, nsa__packed *transposed, void *room) {
     return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
-                                                            (nsa_real *)some);
+                                                            (nsa_real *)room);
 }
 
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
@@ -8331,7 +8334,7 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
    of all of them. */
 static void nsa__mark_listed(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
+    int begin, end, many = p->lists_per_kv_head > 1 || job->seq.count >= job->tile_end;
     memset(job->listed, many, (size_t)job->tile_end);
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
@@ -8504,7 +8507,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     int last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->head = head;
-    job->kv_head = head / p->sharers;
+    job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =
         nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
@@ -9047,23 +9050,23 @@ typedef struct nsa__backward {
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
-            some = (int64_t)p->cut.batch_queries * p->group;
+            batch_rows = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
     f->q = nsa__alloc_reals(a, rows * p->k.stride);
     f->dq = nsa__alloc_reals(a, rows * p->k.wide);
     f->dout = nsa__alloc_reals(a, rows * p->v.stride);
     f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
-    f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
-    f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->p = nsa__alloc_reals(of_tile, batch_rows * p->stride_p);
+    f->ds = nsa__alloc_reals(of_tile, batch_rows * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->k.wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->v.wide);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
-    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_packed(of_tile, batch_rows * p->stride_p / 2);
+    f->paired = nsa__alloc_packed(of_tile, (batch_rows + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
@@ -9347,7 +9350,7 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     const nsa__attend_plan *p = job->plan;
     int tile = job->tile_begin + (int)nth;
     (void)scratch;
-    if (job->head % p->sharers != p->sharers - 1) return;
+    if (job->head % p->lists_per_kv_head != p->lists_per_kv_head - 1) return;
     if (job->listed && !job->listed[tile]) return;
     nsa__key_gradient_add(job, &p->dx->k, &p->k, tile, nsa__sum_scale(&p->k), job->dk);
     nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
@@ -9382,7 +9385,7 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 
 /* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
    vectors apart would share few sets of the first cache. */
-static int nsa__apart(int wide) {
+static int nsa__padded_stride(int wide) {
     return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
@@ -9396,9 +9399,9 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
     nsa__plan_pairs(&p);
-    p.k.stride = nsa__apart(p.k.stride);
-    p.v.stride = nsa__apart(p.v.stride);
-    p.stride_p = nsa__apart(p.cut.tile);
+    p.k.stride = nsa__padded_stride(p.k.stride);
+    p.v.stride = nsa__padded_stride(p.v.stride);
+    p.stride_p = nsa__padded_stride(p.cut.tile);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
@@ -10610,15 +10613,15 @@ static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t
 }
 
 /* Where the views of some heads of a sequence begin. */
-typedef struct nsa__chain_at {
+typedef struct nsa__slice_origin {
     nsa__seq seq;
     int kv_head;
-} nsa__chain_at;
+} nsa__slice_origin;
 
 /* The views of a branch from a sequence and kv head on: query heads begin at the group of this
    head, keys of cmp at the sequence's compressed rows. */
 static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                 const nsa__chain_at *at) {
+                                 const nsa__slice_origin *at) {
     int64_t batch = at->seq.batch, row = at->seq.row;
     int64_t key_row = nsa__traits_of[branch].compressed ? at->seq.cmp.row : at->seq.keys.row;
     int head = at->kv_head * (d->heads / d->kv_heads);
@@ -10635,7 +10638,7 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
 
 /* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
 static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
-                                const nsa_desc *slice, const nsa__chain_at *at) {
+                                const nsa_desc *slice, const nsa__slice_origin *at) {
     const int head = at->kv_head * (d->heads / d->kv_heads);
     const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
     const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
@@ -10647,7 +10650,7 @@ static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, 
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads) {
+                                            const nsa__slice_origin *at, int kv_heads) {
     const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
     const nsa__chain c = nsa__chain_of(x);
@@ -10721,11 +10724,11 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int some = g->kv_heads;
-    nsa__chain_at at;
+    int at_once = g->kv_heads;
+    nsa__slice_origin at;
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
-            int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += at_once) {
+            int heads = (int)nsa__min(at_once, d->kv_heads - (int64_t)at.kv_head);
             NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads));
         }
     NSA__CHECK(nsa__chain_compress_backward(g, &dx->k_cmp, &x->k_cmp, d, g->dk_cmp,

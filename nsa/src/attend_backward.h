@@ -37,23 +37,23 @@ typedef struct nsa__backward {
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
-            some = (int64_t)p->cut.batch_queries * p->group;
+            batch_rows = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
     f->q = nsa__alloc_reals(a, rows * p->k.stride);
     f->dq = nsa__alloc_reals(a, rows * p->k.wide);
     f->dout = nsa__alloc_reals(a, rows * p->v.stride);
     f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
-    f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
-    f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->p = nsa__alloc_reals(of_tile, batch_rows * p->stride_p);
+    f->ds = nsa__alloc_reals(of_tile, batch_rows * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->k.wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->v.wide);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
-    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_packed(of_tile, batch_rows * p->stride_p / 2);
+    f->paired = nsa__alloc_packed(of_tile, (batch_rows + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
@@ -337,7 +337,7 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     const nsa__attend_plan *p = job->plan;
     int tile = job->tile_begin + (int)nth;
     (void)scratch;
-    if (job->head % p->sharers != p->sharers - 1) return;
+    if (job->head % p->lists_per_kv_head != p->lists_per_kv_head - 1) return;
     if (job->listed && !job->listed[tile]) return;
     nsa__key_gradient_add(job, &p->dx->k, &p->k, tile, nsa__sum_scale(&p->k), job->dk);
     nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
@@ -372,7 +372,7 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 
 /* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
    vectors apart would share few sets of the first cache. */
-static int nsa__apart(int wide) {
+static int nsa__padded_stride(int wide) {
     return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
@@ -386,9 +386,9 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
     nsa__plan_pairs(&p);
-    p.k.stride = nsa__apart(p.k.stride);
-    p.v.stride = nsa__apart(p.v.stride);
-    p.stride_p = nsa__apart(p.cut.tile);
+    p.k.stride = nsa__padded_stride(p.k.stride);
+    p.v.stride = nsa__padded_stride(p.v.stride);
+    p.stride_p = nsa__padded_stride(p.cut.tile);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

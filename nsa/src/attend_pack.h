@@ -26,7 +26,7 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
     size_t keys = (size_t)p->cut.tile, wide = (size_t)p->k.wide, wide_v = (size_t)p->v.wide;
     ptrdiff_t key = tile * p->cut.tile;
-    if (!job->nonfinite_keys || job->head % p->sharers) return;
+    if (!job->nonfinite_keys || job->head % p->lists_per_kv_head) return;
     job->nonfinite_keys[tile] = 0;
     if (job->dk) memset(job->dk + key * p->k.wide, 0, keys * wide * sizeof *job->dk);
     if (job->dv) memset(job->dv + key * p->v.wide, 0, keys * wide_v * sizeof *job->dv);
@@ -35,13 +35,13 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
 /* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
    transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
    short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
-   transpose alone are loaded into `some`, which has room for NSA__LANES of them. */
+   transpose alone are loaded into `room`, which has place for NSA__LANES of them. */
 static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
+                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int width = o->width, wide = o->wide;
-    nsa_real *to = rows ? rows : some;
+    nsa_real *to = rows ? rows : room;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
@@ -77,18 +77,18 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 /* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
    row. */
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed, nsa_real *some) {
+                                nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, wide = o->wide;
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
-        nsa_real *to = some + (r & 1) * wide / 2;
+        nsa_real *to = room + (r & 1) * wide / 2;
         const void *from = nsa__walk_packed(job, o, begin, r);
         if (!from)
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x->dtype, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, some, some + wide / 2, wide);
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, room, room + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -96,9 +96,9 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
 }
 
 static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, void *some) {
+                          nsa__packed *rows, nsa__packed *transposed, void *room) {
     return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
-                                                            (nsa_real *)some);
+                                                            (nsa_real *)room);
 }
 
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
@@ -136,7 +136,7 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
    of all of them. */
 static void nsa__mark_listed(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
+    int begin, end, many = p->lists_per_kv_head > 1 || job->seq.count >= job->tile_end;
     memset(job->listed, many, (size_t)job->tile_end);
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {

@@ -13,8 +13,8 @@
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int ring;                 /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
-    int64_t *reads;           /* NULL, or of each query and kv head: how many keys it has read */
+    int ring;       /* a decoding cache's window: see nsa__key_layout; 0 if rows are straight */
+    int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
 } nsa__attend_options;
@@ -29,10 +29,10 @@ typedef struct nsa__attend_plan {
     nsa__traits is;
     nsa__schedule cut;
     nsa__attend_options options;
-    int heads;      /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;    /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;      /* query heads of a job */
-    int list_width; /* entries of a block list */
+    int heads;             /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int lists_per_kv_head; /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;             /* query heads of a job */
+    int list_width;        /* entries of a block list */
     const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
     int stride_p;            /* backward: of a row of p and ds */
@@ -50,7 +50,7 @@ typedef struct nsa__head_job {
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
-    nsa__rows rows;           /* where K and V lie */
+    nsa__key_layout rows;     /* where K and V lie */
     int in_place;             /* K and V are read unpacked; then all queries are one task */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
@@ -138,7 +138,7 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
 
 /* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
 static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
-    return p->sharers > 1 ? 1 : nearby;
+    return p->lists_per_kv_head > 1 ? 1 : nearby;
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -155,7 +155,7 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.tiles = nsa__tiles_of(d->isa);
     p.branch = branch;
     p.heads = lists ? nsa__list_heads(d) : d->kv_heads;
-    p.sharers = p.heads / d->kv_heads;
+    p.lists_per_kv_head = p.heads / d->kv_heads;
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];

@@ -10,7 +10,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     int last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->head = head;
-    job->kv_head = head / p->sharers;
+    job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =
         nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);

@@ -262,15 +262,15 @@ static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t
 }
 
 /* Where the views of some heads of a sequence begin. */
-typedef struct nsa__chain_at {
+typedef struct nsa__slice_origin {
     nsa__seq seq;
     int kv_head;
-} nsa__chain_at;
+} nsa__slice_origin;
 
 /* The views of a branch from a sequence and kv head on: query heads begin at the group of this
    head, keys of cmp at the sequence's compressed rows. */
 static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                 const nsa__chain_at *at) {
+                                 const nsa__slice_origin *at) {
     int64_t batch = at->seq.batch, row = at->seq.row;
     int64_t key_row = nsa__traits_of[branch].compressed ? at->seq.cmp.row : at->seq.keys.row;
     int head = at->kv_head * (d->heads / d->kv_heads);
@@ -287,7 +287,7 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
 
 /* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
 static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
-                                const nsa_desc *slice, const nsa__chain_at *at) {
+                                const nsa_desc *slice, const nsa__slice_origin *at) {
     const int head = at->kv_head * (d->heads / d->kv_heads);
     const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
     const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
@@ -299,7 +299,7 @@ static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, 
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads) {
+                                            const nsa__slice_origin *at, int kv_heads) {
     const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
     const nsa__chain c = nsa__chain_of(x);
@@ -373,11 +373,11 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int some = g->kv_heads;
-    nsa__chain_at at;
+    int at_once = g->kv_heads;
+    nsa__slice_origin at;
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
-            int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += at_once) {
+            int heads = (int)nsa__min(at_once, d->kv_heads - (int64_t)at.kv_head);
             NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads));
         }
     NSA__CHECK(nsa__chain_compress_backward(g, &dx->k_cmp, &x->k_cmp, d, g->dk_cmp,

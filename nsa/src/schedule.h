@@ -59,7 +59,7 @@ typedef struct nsa__schedule {
     int pack_ahead;      /* rows between a row's prefetch and its packing */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task, at most */
-    int near_queries;    /* the same in a short sequence */
+    int l2_queries;      /* the same in a short sequence */
     int in_place_max;    /* forward: of sequences with so many queries K and V are read unpacked */
     int head_slots;      /* head jobs that the workspace has packed keys for */
     int least_tasks;     /* of a head job, if its queries are enough */
@@ -109,7 +109,7 @@ static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby,
    queries. */
 static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
                              int least_tasks, int tokens, int64_t count) {
-    int64_t most = s->near_queries, shared = nsa__ceil_div(count, least_tasks);
+    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, least_tasks);
     if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
@@ -127,7 +127,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
-    s.near_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
+    s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
     return s;
 }
@@ -151,7 +151,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
-        s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
+        s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
     s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
     return s;

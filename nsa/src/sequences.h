@@ -4,26 +4,28 @@
 #include "checks.h"
 
 /* Where the rows of a sequence's keys lie, or of its compressed ones. */
-typedef struct nsa__rows {
+typedef struct nsa__key_layout {
     int64_t batch, row;   /* what batch strides multiply, and the row of key 0 */
     int ring;             /* a decoding cache's: key s lies in row s % ring; 0: straight */
     const int32_t *pages; /* NULL, or where batch and row are found: see nsa__key_row */
-    int page_rows, lead;
-} nsa__rows;
+    int page_rows, page_offset;
+} nsa__key_layout;
 
 /* The row of a key: the one place that knows rings and pages. */
-static void *nsa__key_row(const nsa__rows *rows, const nsa_tensor *x, int64_t key, int64_t head) {
+static void *nsa__key_row(const nsa__key_layout *rows, const nsa_tensor *x, int64_t key,
+                          int64_t head) {
     if (rows->pages) {
-        uint32_t at = (uint32_t)(key + rows->lead), n = (uint32_t)rows->page_rows;
+        uint32_t at = (uint32_t)(key + rows->page_offset), n = (uint32_t)rows->page_rows;
         return nsa__row(x, rows->pages[at / n], at % n, head);
     }
     return nsa__row(x, rows->batch, rows->row + (rows->ring ? key % rows->ring : key), head);
 }
 
 /* Keys from this one on whose rows follow each other by the token stride. */
-static int nsa__rows_together(const nsa__rows *rows, int key) {
+static int nsa__rows_together(const nsa__key_layout *rows, int key) {
     if (rows->pages)
-        return rows->page_rows - (int)((uint32_t)(key + rows->lead) % (uint32_t)rows->page_rows);
+        return rows->page_rows -
+               (int)((uint32_t)(key + rows->page_offset) % (uint32_t)rows->page_rows);
     return rows->ring ? rows->ring - key % rows->ring : INT_MAX;
 }
 
@@ -33,7 +35,7 @@ typedef struct nsa__seq {
     int nth;            /* b */
     int64_t batch, row; /* on the query's side: what batch strides multiply, and the view's row of
                            query `first` */
-    nsa__rows keys, cmp;
+    nsa__key_layout keys, cmp;
     int tokens, cmp_tokens; /* its keys, and its compressed keys */
     int first, count; /* the queries to compute that it has: positions first .. first + count - 1 */
 } nsa__seq;
@@ -56,7 +58,8 @@ static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     s->keys.pages = s->cmp.pages = nsa__table(d, b);
     s->keys.page_rows = d->page_tokens;
     s->cmp.page_rows = d->page_tokens / d->cmp_stride;
-    s->cmp.lead = d->cmp_block / d->cmp_stride - 1; /* a block lies where its last token does */
+    s->cmp.page_offset =
+        d->cmp_block / d->cmp_stride - 1; /* a block lies where its last token does */
 }
 
 /* The first sequence. The loop ends when index reaches d->batch. */

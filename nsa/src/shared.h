@@ -171,7 +171,7 @@ typedef struct nsa__axis {
 /* 1 if no two elements of the shape are one; those of a row are `inner` apart. Axes are sorted by
    stride. Elements are apart if each stride steps over all elements that the axes before it cover.
    Interleaved axes are refused too, even if they share nothing. */
-static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape, int64_t inner) {
+static int nsa__rows_disjoint(const nsa_tensor *x, nsa__shape shape, int64_t inner) {
     nsa__axis axes[4] = {{inner, shape.width},
                          {x->batch, shape.batch},
                          {x->token, shape.rows},
@@ -210,7 +210,7 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
         !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
         return nsa__error(NSA_ERROR_OVERFLOW, field);
-    if (writes && !nsa__rows_apart(x, shape, 1)) return nsa__error(NSA_ERROR_STRIDE, field);
+    if (writes && !nsa__rows_disjoint(x, shape, 1)) return nsa__error(NSA_ERROR_STRIDE, field);
     return NSA_OK;
 }
 
@@ -223,8 +223,8 @@ static nsa_status nsa__check_gates(const nsa_tensor *x, const nsa_desc *d, nsa__
                                    unsigned dtypes, int writes, int field) {
     NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, field));
     if (!writes || shape.batch == 0 || shape.rows == 0) return NSA_OK;
-    return nsa__rows_apart(x, shape, nsa__gate_stride(d)) ? NSA_OK
-                                                          : nsa__error(NSA_ERROR_STRIDE, field);
+    return nsa__rows_disjoint(x, shape, nsa__gate_stride(d)) ? NSA_OK
+                                                             : nsa__error(NSA_ERROR_STRIDE, field);
 }
 
 /* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
