@@ -978,16 +978,6 @@ static nsa_status nsa__check_gates(const nsa_tensor *x, const nsa_desc *d, nsa__
                                                              : nsa__error(NSA_ERROR_STRIDE, field);
 }
 
-/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
-   forward's lse there, which would be taken for a gradient. */
-static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tensor *lse,
-                                          nsa__shape shape) {
-    const int field = NSA__AT_lse | NSA__GRADIENT;
-    if (!dlse->data) return NSA_OK;
-    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
-    return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
-}
-
 /* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
    query is the same code as the call itself. `used` saturates, so that no sum overflows. */
 typedef struct nsa__arena {
@@ -1016,20 +1006,6 @@ static nsa__arena nsa__arena_aligned(void *workspace, size_t align) {
 
 static int nsa__list_heads(const nsa_desc *d) {
     return d->list_heads ? d->list_heads : d->kv_heads;
-}
-
-/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
-static unsigned nsa__floats(void) {
-    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
-}
-static unsigned nsa__real_dtypes(void) {
-    return 1u << NSA_REAL_DTYPE;
-}
-
-/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
-   because a tensor that backward does not read is unchecked. */
-static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
-    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
 }
 
 /* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the
@@ -1455,13 +1431,15 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
     NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
 #undef NSA__VIEW
 
-/* What shapes are, and how rows are checked that are read in pieces. */
+/* What shapes are, how rows are checked that are read in pieces, and the sets of dtypes that
+   tensors may have, and lse. */
 typedef struct nsa__side {
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
     nsa__shape (*keys)(const nsa_desc *d, int64_t width);
     nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
     nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
                        int field);
+    unsigned floats, reals;
 } nsa__side;
 
 /* A call's views. */
@@ -1505,14 +1483,30 @@ static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const
 }
 
 static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
-    const unsigned dtypes[] = {c->rows, nsa__floats(), nsa__floats(), nsa__real_dtypes(),
-                               NSA__INTS};
+    const unsigned floats = c->side->floats;
+    const unsigned dtypes[] = {c->rows, floats, floats, c->side->reals, NSA__INTS};
     return dtypes[v->as];
 }
 
 /* The view in a struct of the table. */
 static const nsa_tensor *nsa__view_in(const void *of, const nsa__view *v) {
     return (const nsa_tensor *)(const void *)((const char *)of + v->offset);
+}
+
+/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
+   because a tensor that backward does not read is unchecked. */
+static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x) {
+    return side->reals | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & side->floats);
+}
+
+/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
+   forward's lse there, which would be taken for a gradient. */
+static nsa_status nsa__check_lse_gradient(const nsa__checked *c, const nsa__view *v,
+                                          const nsa_tensor *dlse, const nsa_tensor *lse) {
+    const int field = v->field | NSA__GRADIENT;
+    if (!dlse->data) return NSA_OK;
+    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
+    return nsa__check_by(c, v, dlse, c->side->reals, 0, field);
 }
 
 /* The first n views of a struct x. */
@@ -1541,11 +1535,11 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
             if (v->gradient == NSA__GIVEN)
                 NSA__CHECK(
-                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | nsa__real_dtypes(), 0, field));
+                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | c->side->reals, 0, field));
             else if (v->gradient == NSA__GIVEN_LSE)
-                NSA__CHECK(nsa__check_lse_gradient(to, of, nsa__view_shape(c, v)));
+                NSA__CHECK(nsa__check_lse_gradient(c, v, to, of));
             else if (to->data)
-                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(of), 1, field));
+                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(c->side, of), 1, field));
         }
     return NSA_OK;
 }
@@ -1554,7 +1548,7 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
 static nsa_status nsa__check_gradient(const nsa__side *side, const nsa_tensor *dx,
                                       const nsa_tensor *x, nsa__shape shape, int field) {
     if (!dx->data) return NSA_OK;
-    return side->rows(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+    return side->rows(dx, shape, nsa__gradient_dtypes(side, x), 1, field | NSA__GRADIENT);
 }
 
 /* phi's parameters, the one list of them. */
@@ -1617,7 +1611,7 @@ static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *
     nsa__cache_inputs(x, inputs);
     for (int i = 0; i < NSA__INPUTS; i++) {
         const nsa__shape shape = {d->batch, d->count, d->kv_heads, i % 2 ? d->dim_v : d->dim};
-        NSA__CHECK(side->rows(&inputs[i], shape, nsa__floats(), 0, fields[i]));
+        NSA__CHECK(side->rows(&inputs[i], shape, side->floats, 0, fields[i]));
     }
     return NSA_OK;
 }
@@ -2570,12 +2564,15 @@ static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
     return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
 }
 
+/* The dtypes of tensors here. */
+enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
+
 static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
-                                   nsa__check_view};
+                                   nsa__check_view,  NSA__TENSORS,   1u << NSA_REAL_DTYPE};
 
 /* The views of a call under their own names. */
 static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
-    const nsa__checked c = {&nsa__cpu, d, nsa__floats(), forward, compressed, 0, NULL};
+    const nsa__checked c = {&nsa__cpu, d, NSA__TENSORS, forward, compressed, 0, NULL};
     return c;
 }
 
@@ -6523,8 +6520,8 @@ NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
     d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__rope_check(x, d));
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
-    NSA__CHECK(nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out));
+    NSA__CHECK(nsa__check_view(&x->x, shape, NSA__TENSORS, 0, NSA__AT_x));
+    NSA__CHECK(nsa__check_view(&x->out, shape, NSA__TENSORS, 1, NSA__AT_out));
     nsa__rope_run(NULL, x, d);
     return NSA_OK;
 }
@@ -6535,7 +6532,7 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
     NSA__CHECK(nsa__rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_view(&dx->out, shape, NSA__TENSORS, 0, NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_gradient(&nsa__cpu, &dx->x, &x->x, shape, NSA__AT_x));
     if (dx->x.data) nsa__rope_run(dx, x, d);
     return NSA_OK;
@@ -7232,7 +7229,7 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
     const nsa__checked c = nsa__checked_of(d, 0, 0);
     NSA__CHECK(nsa__check_phi(&c, x, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), NSA__TENSORS, 0,
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, dx, x, d, 0));
     return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
@@ -10774,7 +10771,7 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
     NSA__CHECK(nsa__check_decodes(d));
-    if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
+    if ((unsigned)dtype > NSA_I32 || !(NSA__TENSORS >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
 }

@@ -167,7 +167,8 @@ static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape sh
 }
 
 static const nsa__side nsa__cuda_side = {nsa__cuda_query_shape, nsa__cuda_key_shape,
-                                         nsa__cuda_cmp_shape, nsa__cuda_check_rows};
+                                         nsa__cuda_cmp_shape,   nsa__cuda_check_rows,
+                                         NSA__FLOATS,           1u << NSA_F32};
 
 /* The views of a call; its rows are of `dtypes`. */
 static inline nsa__checked nsa__cuda_checked_of(const nsa_desc *d, unsigned dtypes, int forward,

@@ -352,11 +352,14 @@ static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
     return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
 }
 
+/* The dtypes of tensors here. */
+enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
+
 static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
-                                   nsa__check_view};
+                                   nsa__check_view,  NSA__TENSORS,   1u << NSA_REAL_DTYPE};
 
 /* The views of a call under their own names. */
 static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
-    const nsa__checked c = {&nsa__cpu, d, nsa__floats(), forward, compressed, 0, NULL};
+    const nsa__checked c = {&nsa__cpu, d, NSA__TENSORS, forward, compressed, 0, NULL};
     return c;
 }

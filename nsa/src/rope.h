@@ -97,8 +97,8 @@ NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
     d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__rope_check(x, d));
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
-    NSA__CHECK(nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out));
+    NSA__CHECK(nsa__check_view(&x->x, shape, NSA__TENSORS, 0, NSA__AT_x));
+    NSA__CHECK(nsa__check_view(&x->out, shape, NSA__TENSORS, 1, NSA__AT_out));
     nsa__rope_run(NULL, x, d);
     return NSA_OK;
 }
@@ -109,7 +109,7 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
     NSA__CHECK(nsa__rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_view(&dx->out, shape, NSA__TENSORS, 0, NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_gradient(&nsa__cpu, &dx->x, &x->x, shape, NSA__AT_x));
     if (dx->x.data) nsa__rope_run(dx, x, d);
     return NSA_OK;

@@ -227,16 +227,6 @@ static nsa_status nsa__check_gates(const nsa_tensor *x, const nsa_desc *d, nsa__
                                                              : nsa__error(NSA_ERROR_STRIDE, field);
 }
 
-/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
-   forward's lse there, which would be taken for a gradient. */
-static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tensor *lse,
-                                          nsa__shape shape) {
-    const int field = NSA__AT_lse | NSA__GRADIENT;
-    if (!dlse->data) return NSA_OK;
-    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
-    return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
-}
-
 /* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
    query is the same code as the call itself. `used` saturates, so that no sum overflows. */
 typedef struct nsa__arena {
@@ -265,20 +255,6 @@ static nsa__arena nsa__arena_aligned(void *workspace, size_t align) {
 
 static int nsa__list_heads(const nsa_desc *d) {
     return d->list_heads ? d->list_heads : d->kv_heads;
-}
-
-/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
-static unsigned nsa__floats(void) {
-    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
-}
-static unsigned nsa__real_dtypes(void) {
-    return 1u << NSA_REAL_DTYPE;
-}
-
-/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
-   because a tensor that backward does not read is unchecked. */
-static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
-    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
 }
 
 /* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the

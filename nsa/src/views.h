@@ -108,13 +108,15 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
     NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
 #undef NSA__VIEW
 
-/* What shapes are, and how rows are checked that are read in pieces. */
+/* What shapes are, how rows are checked that are read in pieces, and the sets of dtypes that
+   tensors may have, and lse. */
 typedef struct nsa__side {
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
     nsa__shape (*keys)(const nsa_desc *d, int64_t width);
     nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
     nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
                        int field);
+    unsigned floats, reals;
 } nsa__side;
 
 /* A call's views. */
@@ -158,14 +160,30 @@ static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const
 }
 
 static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
-    const unsigned dtypes[] = {c->rows, nsa__floats(), nsa__floats(), nsa__real_dtypes(),
-                               NSA__INTS};
+    const unsigned floats = c->side->floats;
+    const unsigned dtypes[] = {c->rows, floats, floats, c->side->reals, NSA__INTS};
     return dtypes[v->as];
 }
 
 /* The view in a struct of the table. */
 static const nsa_tensor *nsa__view_in(const void *of, const nsa__view *v) {
     return (const nsa_tensor *)(const void *)((const char *)of + v->offset);
+}
+
+/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
+   because a tensor that backward does not read is unchecked. */
+static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x) {
+    return side->reals | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & side->floats);
+}
+
+/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
+   forward's lse there, which would be taken for a gradient. */
+static nsa_status nsa__check_lse_gradient(const nsa__checked *c, const nsa__view *v,
+                                          const nsa_tensor *dlse, const nsa_tensor *lse) {
+    const int field = v->field | NSA__GRADIENT;
+    if (!dlse->data) return NSA_OK;
+    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
+    return nsa__check_by(c, v, dlse, c->side->reals, 0, field);
 }
 
 /* The first n views of a struct x. */
@@ -194,11 +212,11 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
             if (v->gradient == NSA__GIVEN)
                 NSA__CHECK(
-                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | nsa__real_dtypes(), 0, field));
+                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | c->side->reals, 0, field));
             else if (v->gradient == NSA__GIVEN_LSE)
-                NSA__CHECK(nsa__check_lse_gradient(to, of, nsa__view_shape(c, v)));
+                NSA__CHECK(nsa__check_lse_gradient(c, v, to, of));
             else if (to->data)
-                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(of), 1, field));
+                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(c->side, of), 1, field));
         }
     return NSA_OK;
 }
@@ -207,7 +225,7 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
 static nsa_status nsa__check_gradient(const nsa__side *side, const nsa_tensor *dx,
                                       const nsa_tensor *x, nsa__shape shape, int field) {
     if (!dx->data) return NSA_OK;
-    return side->rows(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+    return side->rows(dx, shape, nsa__gradient_dtypes(side, x), 1, field | NSA__GRADIENT);
 }
 
 /* phi's parameters, the one list of them. */
@@ -270,7 +288,7 @@ static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *
     nsa__cache_inputs(x, inputs);
     for (int i = 0; i < NSA__INPUTS; i++) {
         const nsa__shape shape = {d->batch, d->count, d->kv_heads, i % 2 ? d->dim_v : d->dim};
-        NSA__CHECK(side->rows(&inputs[i], shape, nsa__floats(), 0, fields[i]));
+        NSA__CHECK(side->rows(&inputs[i], shape, side->floats, 0, fields[i]));
     }
     return NSA_OK;
 }
