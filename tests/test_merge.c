@@ -221,7 +221,9 @@ static void bad_logarithms(void) {
             *logarithms[g][i] = nsa_tensor_bthd(g ? dlse[i] : lse[i], real, ROWS, 1, 1);
         }
     check_case("logarithms that are no numbers");
-    nsa_status status[] = {nsa_merge_forward(&x, &d), nsa_merge_backward(&dx, &x, &d)};
+    nsa_status status[2] = {nsa_merge_forward(&x, &d), NSA_OK};
+    x.out.data = x.lse.data = NULL; /* backward reads neither */
+    status[1] = nsa_merge_backward(&dx, &x, &d);
     CHECK_OK("forward", status[0]);
     CHECK_OK("backward", status[1]);
     for (int r = 0; r < ROWS; r++) {
