@@ -145,8 +145,8 @@ extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const
 }
 
 /* A block ranks one row. `own`: rows of the scores are counted for each sequence from 0, because
-   they lie in a workspace. Left to itself ptxas takes 32 registers for sm_80 and spills. */
-static __global__ void __launch_bounds__(NSA__RANK_THREADS, 6)
+   they lie in a workspace. With a sixth block to a multiprocessor ptxas spills for sm_80. */
+static __global__ void __launch_bounds__(NSA__RANK_THREADS, 5)
     nsa__cuda_rank_queries_kernel(nsa_desc d, nsa_rank x, nsa__cuda_extent rows, int width,
                                   bool own) {
     NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
