@@ -80,7 +80,7 @@ for suite in ${SUITES:-sid trixie bookworm bullseye}; do
     for compiler in "${wanted[@]}"; do
         [[ $seen != *" $compiler "* ]] || continue
         packages "$compiler"
-        inside apt-cache show "${packages[@]}" >/dev/null 2>&1 || continue
+        inside apt-cache show "$compiler" >/dev/null 2>&1 || continue # of g++-23 apt would make a pattern
         # one clang after another, for their omp.h stand in each other's way
         inside apt-get -qq --no-install-recommends install "${packages[@]}" >>"$tree.log" 2>&1
         seen+="$compiler "
