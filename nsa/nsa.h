@@ -1256,28 +1256,6 @@ enum {
     NSA__INPUTS = NSA__PART_K_CMP /* the first ones, which a step appends to */
 };
 
-/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
-   fewer tokens needs no more rows than tokens. */
-static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
-    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
-    return (int)(rows > 1 ? rows : 1);
-}
-
-/* The table of the cache's arrays, in the order of the enum. */
-static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
-    const nsa_desc *d = &c->desc;
-    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
-    int win = nsa__ring_rows(d, window, c->max_rewind);
-    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
-    int cmp = nsa_cmp_count(d, d->tokens);
-    const nsa__cache_part table[NSA__PARTS] = {
-        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
-        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
-        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
-        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
-    memcpy(parts, table, sizeof table);
-}
-
 /* The new rows of x in the order of the parts that they are appended to. */
 static void nsa__cache_inputs(const nsa_attention *x, nsa_tensor inputs[NSA__INPUTS]) {
     const nsa_tensor all[NSA__INPUTS] = {x->k_slc, x->v_slc,   x->k_win,
@@ -1303,13 +1281,13 @@ static nsa_status nsa__check_decodes(const nsa_desc *d) {
     return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
 }
 
-/* The widths of phi in a chain; `check` is that of one phi. */
+/* The widths of phi in a chain; `sizes_of` checks those of one phi. */
 static nsa_status nsa__chain_check_sizes(const nsa_attention *x, const nsa_desc *d,
-                                         nsa_status (*check)(const nsa_compress *x,
-                                                             const nsa_desc *d, int base)) {
+                                         nsa_status (*sizes_of)(const nsa_compress *x,
+                                                                const nsa_desc *d, int base)) {
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(check(&x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(check(&x->v_cmp, d, NSA__TO_V_CMP));
+    NSA__CHECK(sizes_of(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(sizes_of(&x->v_cmp, d, NSA__TO_V_CMP));
     if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
     return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
 }
@@ -1601,6 +1579,28 @@ static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compr
         NSA__CHECK(nsa__check_gradient(side, list[i].dx, list[i].x, shape, base + list[i].field));
     }
     return NSA_OK;
+}
+
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
+    return (int)(rows > 1 ? rows : 1);
+}
+
+/* The table of the cache's arrays, in the order of the enum. */
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
 }
 
 static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *x,
@@ -2828,7 +2828,7 @@ typedef struct nsa__ordered {
     int32_t *progress; /* of task i: it, and all that it follows, have left tiles < progress[i] */
     const void *context;
     /* sets predecessor and wait_tile of a task that has come to a slot */
-    void (*bind)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
+    void (*assign)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
     /* goes on with a task by one step; returns 1 if the task is done */
     int (*step)(const struct nsa__ordered *ordered, nsa__task_slot *slot, void *scratch);
     size_t slot_bytes;    /* of a slot and the state of its task */
@@ -2853,7 +2853,7 @@ static nsa__task_slot *nsa__slot_at(const nsa__ordered *ordered, const nsa__team
 static void nsa__slot_next(const nsa__ordered *ordered, nsa__task_slot *slot, int64_t task) {
     nsa__write(&slot->started, 0);
     nsa__write(&slot->task, (int32_t)nsa__min(task, ordered->tasks));
-    if (task < ordered->tasks) ordered->bind(ordered, slot);
+    if (task < ordered->tasks) ordered->assign(ordered, slot);
 }
 
 /* Claims the slot of the first task that may go on and that no thread works at; NULL if there is
@@ -9105,10 +9105,10 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
-    const int finite = nsa__is_finite((double)g);
-    f->gate[r] = finite ? g : 0;
-    if (!finite) f->nonfinite[r] = 1;
-    return (nsa_real)finite;
+    const int is_real = nsa__is_finite((double)g);
+    f->gate[r] = is_real ? g : 0;
+    if (!is_real) f->nonfinite[r] = 1;
+    return (nsa_real)is_real;
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -9262,7 +9262,7 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
 }
 
 /* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_bind(const nsa__ordered *ordered, nsa__task_slot *slot) {
+static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *slot) {
     const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
     nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
     nsa__write(&slot->wait_tile, -1);
@@ -9351,10 +9351,10 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * o->wide;
-        void *target = nsa__walk_keys(job, to, o->width, key, end);
+        void *added = nsa__walk_keys(job, to, o->width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, target, factor, row, o->width);
+        nsa__add(to->dtype, added, factor, row, o->width);
     }
 }
 
@@ -9375,8 +9375,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
 static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
-    nsa__ordered ordered = {0,         jobs->progress, jobs, nsa__backward_bind, nsa__backward_step,
-                            slot.used, scratch.used};
+    nsa__ordered ordered = {
+        0, jobs->progress, jobs, nsa__backward_assign, nsa__backward_step, slot.used, scratch.used};
     return ordered;
 }
 

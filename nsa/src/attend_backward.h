@@ -77,10 +77,10 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
-    const int finite = nsa__is_finite((double)g);
-    f->gate[r] = finite ? g : 0;
-    if (!finite) f->nonfinite[r] = 1;
-    return (nsa_real)finite;
+    const int is_real = nsa__is_finite((double)g);
+    f->gate[r] = is_real ? g : 0;
+    if (!is_real) f->nonfinite[r] = 1;
+    return (nsa_real)is_real;
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -234,7 +234,7 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
 }
 
 /* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_bind(const nsa__ordered *ordered, nsa__task_slot *slot) {
+static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *slot) {
     const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
     nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
     nsa__write(&slot->wait_tile, -1);
@@ -323,10 +323,10 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * o->wide;
-        void *target = nsa__walk_keys(job, to, o->width, key, end);
+        void *added = nsa__walk_keys(job, to, o->width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, target, factor, row, o->width);
+        nsa__add(to->dtype, added, factor, row, o->width);
     }
 }
 
@@ -347,8 +347,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
 static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
-    nsa__ordered ordered = {0,         jobs->progress, jobs, nsa__backward_bind, nsa__backward_step,
-                            slot.used, scratch.used};
+    nsa__ordered ordered = {
+        0, jobs->progress, jobs, nsa__backward_assign, nsa__backward_step, slot.used, scratch.used};
     return ordered;
 }
 

@@ -505,28 +505,6 @@ enum {
     NSA__INPUTS = NSA__PART_K_CMP /* the first ones, which a step appends to */
 };
 
-/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
-   fewer tokens needs no more rows than tokens. */
-static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
-    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
-    return (int)(rows > 1 ? rows : 1);
-}
-
-/* The table of the cache's arrays, in the order of the enum. */
-static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
-    const nsa_desc *d = &c->desc;
-    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
-    int win = nsa__ring_rows(d, window, c->max_rewind);
-    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
-    int cmp = nsa_cmp_count(d, d->tokens);
-    const nsa__cache_part table[NSA__PARTS] = {
-        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
-        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
-        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
-        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
-    memcpy(parts, table, sizeof table);
-}
-
 /* The new rows of x in the order of the parts that they are appended to. */
 static void nsa__cache_inputs(const nsa_attention *x, nsa_tensor inputs[NSA__INPUTS]) {
     const nsa_tensor all[NSA__INPUTS] = {x->k_slc, x->v_slc,   x->k_win,
@@ -552,13 +530,13 @@ static nsa_status nsa__check_decodes(const nsa_desc *d) {
     return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
 }
 
-/* The widths of phi in a chain; `check` is that of one phi. */
+/* The widths of phi in a chain; `sizes_of` checks those of one phi. */
 static nsa_status nsa__chain_check_sizes(const nsa_attention *x, const nsa_desc *d,
-                                         nsa_status (*check)(const nsa_compress *x,
-                                                             const nsa_desc *d, int base)) {
+                                         nsa_status (*sizes_of)(const nsa_compress *x,
+                                                                const nsa_desc *d, int base)) {
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(check(&x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(check(&x->v_cmp, d, NSA__TO_V_CMP));
+    NSA__CHECK(sizes_of(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(sizes_of(&x->v_cmp, d, NSA__TO_V_CMP));
     if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
     return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
 }

@@ -115,7 +115,7 @@ typedef struct nsa__ordered {
     int32_t *progress; /* of task i: it, and all that it follows, have left tiles < progress[i] */
     const void *context;
     /* sets predecessor and wait_tile of a task that has come to a slot */
-    void (*bind)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
+    void (*assign)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
     /* goes on with a task by one step; returns 1 if the task is done */
     int (*step)(const struct nsa__ordered *ordered, nsa__task_slot *slot, void *scratch);
     size_t slot_bytes;    /* of a slot and the state of its task */
@@ -140,7 +140,7 @@ static nsa__task_slot *nsa__slot_at(const nsa__ordered *ordered, const nsa__team
 static void nsa__slot_next(const nsa__ordered *ordered, nsa__task_slot *slot, int64_t task) {
     nsa__write(&slot->started, 0);
     nsa__write(&slot->task, (int32_t)nsa__min(task, ordered->tasks));
-    if (task < ordered->tasks) ordered->bind(ordered, slot);
+    if (task < ordered->tasks) ordered->assign(ordered, slot);
 }
 
 /* Claims the slot of the first task that may go on and that no thread works at; NULL if there is

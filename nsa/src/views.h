@@ -280,6 +280,28 @@ static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compr
     return NSA_OK;
 }
 
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
+    return (int)(rows > 1 ? rows : 1);
+}
+
+/* The table of the cache's arrays, in the order of the enum. */
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
+}
+
 static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *x,
                                     const nsa_desc *d) {
     static const int fields[NSA__INPUTS] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,

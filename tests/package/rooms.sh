@@ -34,11 +34,13 @@ for options in "" "-DNSA_REAL=double -fopenmp" "-U__SSE2__ -DNSA_STATIC" \
 done
 
 # alone FILE: that it can be compiled without any other in front of it. What it uses is then above it, and with
-# NSA_STATIC that holds of public functions too.
+# NSA_STATIC that holds of public functions too; not in views.h, which nsa_cuda.cuh has without them.
 alone() {
+    local static=-DNSA_STATIC
+    [[ $1 != */views.h ]] || static=-UNSA_STATIC
     echo "#include \"$1\"" >alone.c
     "$cc" -std=c99 -Wall -Wextra -Wno-unused-function -Wno-unused-const-variable -Werror -U__SSE2__ \
-        -DNSA_IMPLEMENTATION -DNSA_STATIC -fsyntax-only alone.c >log 2>&1
+        -DNSA_IMPLEMENTATION "$static" -fsyntax-only alone.c >log 2>&1
 }
 for room in "$root"/nsa/src/*.h; do
     alone "$room" || { cat log && fail "cannot be compiled alone: $room"; }
