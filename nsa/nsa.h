@@ -4426,6 +4426,11 @@ static const nsa__tiles NSA__T(tiles) = {
 
 #endif
 
+/* With -Os GCC 13 and 14 warn of how these would return a vector, though all are inlined. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
 #ifdef NSA__HAS_AVX
 #define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
 #define NSA__LETTER_double    "d"
@@ -6352,6 +6357,9 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
 
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
 #endif
 
 /* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of

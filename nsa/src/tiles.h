@@ -153,6 +153,11 @@ typedef struct nsa__pairs {
 #include "tiles.inl"
 #endif
 
+/* With -Os GCC 13 and 14 warn of how these would return a vector, though all are inlined. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
 #ifdef NSA__HAS_AVX
 #define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
 #define NSA__LETTER_double    "d"
@@ -220,6 +225,9 @@ typedef struct nsa__pairs {
 #endif
 #ifdef NSA__ISA
 #include "tiles.inl"
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
 #endif
 
 /* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
