@@ -1,13 +1,10 @@
 /* bench_attention: how fast nsa.h is on this machine, each branch and the whole, forward and
    backward, beside what its multiply-add units and sgemm reach in the same run, and beside dense
    attention; with --beside K again while K processes do nothing but keep cores busy.
-   bench_attention [--quick | --shape H,Hk,D,T]... [--dtype f32|bf16|f16] [--beside K]
-                   [--seconds S] [--json FILE];
    scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
-#include "problem.h"
+#include "command.h"
 #include "peak.h"
-#include <errno.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,7 +14,7 @@
 
 /* Dense attention over more tokens than MAX_DENSE would take hours, and over more than LONG is long
    enough to need no warming up. */
-enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, LONG = 8192, MAX_SHAPES = 32, MAX_BESIDE = 256 };
+enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, LONG = 8192, MAX_BESIDE = 256 };
 
 /* -- timing -- */
 
@@ -274,58 +271,68 @@ static void measure_all(report *r) {
     }
 }
 
-static int usage(void) {
-    fprintf(stderr,
-            "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--dtype f32|bf16|f16]\n"
-            "                       [--beside K] [--seconds S] [--json FILE]\n"
-            "Hk divides H, D is at most 576, or Dk/Dv; without either, the five shapes of the "
-            "tables up to\n"
-            "65536 tokens, in about an hour. Rounds of one direction begin for S seconds, default "
-            "12.\n"
-            "--beside measures all a second time beside K busy processes, at most %d.\n",
-            MAX_BESIDE);
-    return 2;
-}
+typedef struct options {
+    int64_t quick, beside, dtype;
+    double seconds;
+    const char *json;
+    option_list shapes;
+} options;
 
-static int parse_beside(int *beside, const char *text) {
-    char rest;
-    return sscanf(text, "%d%c", beside, &rest) == 1 && *beside > 0 && *beside <= MAX_BESIDE;
-}
+static const option own[] = {
+    {.flag = "--quick",
+     .kind = OPTION_SWITCH,
+     .offset = offsetof(options, quick),
+     .help = "one shape, under a minute"},
+    {.flag = "--shape",
+     .kind = OPTION_LIST,
+     .offset = offsetof(options, shapes),
+     .words = "H,Hk,D,T",
+     .help = "query heads, kv heads, width (or Dk/Dv), tokens; may be given several times;\n"
+             "default: the five of the tables up to 65536 tokens, in about an hour"},
+    {.flag = "--dtype",
+     .kind = OPTION_WORD,
+     .offset = offsetof(options, dtype),
+     .words = DTYPE_WORDS,
+     .initial = "f32",
+     .help = "of what the caller stores"},
+    {.flag = "--beside",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, beside),
+     .max = MAX_BESIDE,
+     .initial = "0",
+     .help = "measure all a second time beside so many busy processes"},
+    {.flag = "--seconds",
+     .kind = OPTION_NUMBER,
+     .offset = offsetof(options, seconds),
+     .max = 86400,
+     .traits = OPTION_ABOVE_MIN,
+     .initial = "12",
+     .help = "how long rounds of one direction begin"},
+    {.flag = "--json",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, json),
+     .words = "FILE",
+     .help = "where the figures go, beside the table"},
+};
+
+static const option_command command = {
+    .name = "bench_attention",
+    .summary = "how fast nsa.h is on this machine, beside its peak and dense attention.",
+    .words = "",
+    .rows = own,
+    .count = sizeof own / sizeof *own,
+};
 
 int main(int argc, char **argv) {
-    report r = {NULL, 0, 12, NSA_F32, 0};
-    const char *path = NULL;
-    shape shapes[MAX_SHAPES];
-    int count = 0, quick = 0;
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (!strcmp(argv[i], "--quick")) {
-            quick = 1;
-            continue;
-        }
-        i++;
-        if (!value) return usage();
-        if (!strcmp(argv[i - 1], "--shape") && count < MAX_SHAPES) {
-            if (!parse_shape(&shapes[count++], value)) return usage();
-        } else if (!strcmp(argv[i - 1], "--seconds") && atof(value) > 0) {
-            r.budget = atof(value);
-        } else if (!strcmp(argv[i - 1], "--json")) {
-            path = value;
-        } else if (!strcmp(argv[i - 1], "--dtype")) {
-            if (!parse_dtype(&r.dtype, value)) return usage();
-        } else if (!strcmp(argv[i - 1], "--beside")) {
-            if (!parse_beside(&r.beside, value)) return usage();
-        } else {
-            return usage();
-        }
-    }
-    if (path && !(r.json = fopen(path, "w"))) {
-        fprintf(stderr, "bench_attention: cannot write %s: %s\n", path, strerror(errno));
-        return 1;
-    }
+    options given = {0};
+    shape shapes[OPTION_LIST_MOST];
+    command_read(&command, argc, argv, &given);
+    int count = command_shapes(command.name, &given.shapes, shapes);
+    report r = {command_json(command.name, given.json), 0, given.seconds, (nsa_dtype)given.dtype,
+                (int)given.beside};
     report_begin(&r);
-    if (quick) measure(&r, &(shape){16, 1, 64, 8192, 0}, 2);
+    if (given.quick) measure(&r, &(shape){16, 1, 64, 8192, 0}, 2);
     for (int i = 0; i < count; i++) measure_threads(&r, &shapes[i]);
-    if (!quick && !count) measure_all(&r);
-    return report_end(&r, path);
+    if (!given.quick && !count) measure_all(&r);
+    return report_end(&r, given.json);
 }

@@ -1,12 +1,11 @@
 /* bench_decode: a step of decoding beside the same step of dense attention, which keeps all k and v
    too: time and bytes of a token, for one sequence and for a batch, and beside the rate at which
-   they are read the rate at which memory can be. bench_decode [--quick] [--dtype f32|bf16|f16]
-   [--json FILE]; scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do
-   that. */
+   they are read the rate at which memory can be. scripts/write_numbers.py makes tables of the file. It
+   checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
+#include "command.h"
 #include "decode.h"
 #include "report.h"
-#include <errno.h>
 
 enum { MAX_ROUNDS = 15, MAX_STEPS = 256 };
 
@@ -151,31 +150,46 @@ static void measure_all(FILE *json, int *rows, nsa_dtype dtype) {
                 measure(json, rows, dtype, lengths[i], batch, threads, memory[threads - 1]);
 }
 
+typedef struct options {
+    int64_t quick, dtype;
+    const char *json;
+} options;
+
+static const option own[] = {
+    {.flag = "--quick",
+     .kind = OPTION_SWITCH,
+     .offset = offsetof(options, quick),
+     .help = "8192 tokens, one sequence, one thread"},
+    {.flag = "--dtype",
+     .kind = OPTION_WORD,
+     .offset = offsetof(options, dtype),
+     .words = DTYPE_WORDS,
+     .initial = "f32",
+     .help = "of the rows that are kept"},
+    {.flag = "--json",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, json),
+     .words = "FILE",
+     .help = "where the figures go, beside the table"},
+};
+
+static const option_command command = {
+    .name = "bench_decode",
+    .summary = "what a step of decoding takes, and what it reads.",
+    .words = "",
+    .rows = own,
+    .count = sizeof own / sizeof *own,
+};
+
 int main(int argc, char **argv) {
-    const char *path = NULL;
-    FILE *json = NULL;
-    nsa_dtype dtype = NSA_F32;
-    int quick = 0, rows = 0;
-    for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--quick")) {
-            quick = 1;
-        } else if (!strcmp(argv[i], "--json") && i + 1 < argc) {
-            path = argv[++i];
-        } else if (!strcmp(argv[i], "--dtype") && i + 1 < argc &&
-                   parse_dtype(&dtype, argv[i + 1])) {
-            i++;
-        } else {
-            fprintf(stderr, "usage: bench_decode [--quick] [--dtype f32|bf16|f16] [--json FILE]\n");
-            return 2;
-        }
-    }
-    if (path && !(json = fopen(path, "w"))) {
-        fprintf(stderr, "bench_decode: cannot write %s: %s\n", path, strerror(errno));
-        return 1;
-    }
+    options given = {0};
+    int rows = 0;
+    command_read(&command, argc, argv, &given);
+    nsa_dtype dtype = (nsa_dtype)given.dtype;
+    FILE *json = command_json(command.name, given.json);
     if (json) report_origin(json);
     if (json) fprintf(json, "  \"rows\": [");
-    if (quick)
+    if (given.quick)
         measure(json, &rows, dtype, 8192, 1, 1, memory_rate(1));
     else
         measure_all(json, &rows, dtype);
@@ -183,6 +197,6 @@ int main(int argc, char **argv) {
     fprintf(json, "\n  ]\n}\n");
     int failed = ferror(json) != 0;
     failed |= fclose(json) != 0;
-    if (failed) fprintf(stderr, "bench_decode: cannot write %s: %s\n", path, strerror(errno));
+    if (failed) fprintf(stderr, "bench_decode: cannot write %s: %s\n", given.json, strerror(errno));
     return failed;
 }

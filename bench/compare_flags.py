@@ -16,13 +16,15 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = ("-O2", "-O3 -march=native")
+SOURCES = ("bench/bench_attention.c",
+           *(f"examples/trainer/base/{name}.c" for name in ("fault", "option", "text")))
 ROUNDS, TOKENS = 3, 4096
 
 
 def build(folder, flags):
     program = folder / flags.replace(" ", "")
-    subprocess.run([os.environ.get("CC", "cc"), *flags.split(), "-std=c99", "-fopenmp", "-Insa",
-                    "bench/bench_attention.c", "-o", program, "-lm"], cwd=ROOT, check=True)
+    subprocess.run([os.environ.get("CC", "cc"), *flags.split(), "-fopenmp", "-Insa", "-Iexamples/trainer",
+                    "-D_XOPEN_SOURCE=700", *SOURCES, "-o", program, "-lm"], cwd=ROOT, check=True)
     return program
 
 

@@ -2,9 +2,7 @@
    runs the tasks of a call for N threads on one, notes how long each takes and which it waits for,
    and replays them on N simulated threads, by the rules of nsa.h's scheduler. Efficiency is beside
    the tasks of a call for one thread, which may be larger.
-   many_threads [--threads N] [--line NS] [--shape H,Hk,D,T]... [--json FILE]
-   NS is what a cache line takes from one core to another. The bandwidth that cores share is not
-   simulated. bench_attention measures what there is. No test. */
+   The bandwidth that cores share is not simulated. bench_attention measures what there is. No test. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdint.h>
 
@@ -20,8 +18,8 @@ static int note_end(int done);
 #include "problem.h"
 #undef task
 #undef step
+#include "command.h"
 #include "report.h"
-#include <errno.h>
 
 enum { MAX_THREADS = 1024, ROUNDS = 3, LINES_AT_ONCE = 10, FORK_LINES = 10 };
 
@@ -390,11 +388,11 @@ static summary replay(const machine *m, const record *r) {
     return s;
 }
 
-typedef struct options {
+typedef struct simulation {
     machine m;
     FILE *json;
     int rows;
-} options;
+} simulation;
 
 static void print_summary(const summary *s, const machine *m) {
     for (int i = 0; i < s->count; i++) {
@@ -407,7 +405,7 @@ static void print_summary(const summary *s, const machine *m) {
            1e3 * s->together, s->alone / s->together / m->threads);
 }
 
-static void measure_pass(options *o, const shape *of, problem *p, const char *branch,
+static void measure_pass(simulation *o, const shape *of, problem *p, const char *branch,
                          const char *pass, run *f) {
     p->d.threads = 1;
     record r = record_run(f, p);
@@ -431,7 +429,7 @@ static void measure_pass(options *o, const shape *of, problem *p, const char *br
             o->m.threads, 1e3 * s.alone, 1e3 * s.together, s.alone / s.together / o->m.threads);
 }
 
-static void measure(options *o, const shape *s) {
+static void measure(simulation *o, const shape *s) {
     problem p;
     problem_make_as(&p, NSA_F32, s, o->m.threads);
     measure_pass(o, s, &p, "nsa", "fwd", run_nsa);
@@ -441,50 +439,65 @@ static void measure(options *o, const shape *s) {
     problem_free(&p);
 }
 
-static int usage(void) {
-    fprintf(stderr,
-            "usage: many_threads [--threads N] [--line NS] [--shape H,Hk,D,T]... "
-            "[--json FILE]\n"
-            "N up to %d, default 64; NS default 100; without a shape the five of the "
-            "tables at 8192 tokens\n",
-            MAX_THREADS);
-    return 2;
-}
+typedef struct options {
+    int64_t threads;
+    double line;
+    const char *json;
+    option_list shapes;
+} options;
+
+static const option own[] = {
+    {.flag = "--threads",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, threads),
+     .min = 1,
+     .max = MAX_THREADS,
+     .initial = "64",
+     .help = "how many are simulated"},
+    {.flag = "--line",
+     .kind = OPTION_NUMBER,
+     .offset = offsetof(options, line),
+     .max = 1e9,
+     .initial = "100",
+     .help = "nanoseconds that a cache line takes from one core to another"},
+    {.flag = "--shape",
+     .kind = OPTION_LIST,
+     .offset = offsetof(options, shapes),
+     .words = "H,Hk,D,T",
+     .help = "query heads, kv heads, width, tokens; may be given several times;\n"
+             "default: the five of the tables at 8192 tokens"},
+    {.flag = "--json",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, json),
+     .words = "FILE",
+     .help = "where the figures go, beside the table"},
+};
+
+static const option_command command = {
+    .name = "many_threads",
+    .summary = "how well a call would share its work among more threads than there are.",
+    .words = "",
+    .rows = own,
+    .count = sizeof own / sizeof *own,
+};
 
 int main(int argc, char **argv) {
-    enum { MAX_SHAPES = 32 };
-    shape shapes[MAX_SHAPES] = {{16, 1, 64, 8192, 0},
-                                {16, 4, 128, 8192, 0},
-                                {12, 12, 64, 8192, 0},
-                                {12, 2, 64, 8192, 0},
-                                {64, 4, 128, 8192, 0}};
-    options o = {{64, 100e-9}, NULL, 0};
-    const char *path = NULL;
-    int count = 0;
-    for (int i = 1; i < argc; i += 2) {
-        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (!value) return usage();
-        if (!strcmp(argv[i], "--shape") && count < MAX_SHAPES && parse_shape(&shapes[count], value))
-            count++;
-        else if (!strcmp(argv[i], "--threads") && atoi(value) > 0 && atoi(value) <= MAX_THREADS)
-            o.m.threads = atoi(value);
-        else if (!strcmp(argv[i], "--line") && atof(value) >= 0)
-            o.m.line = 1e-9 * atof(value);
-        else if (!strcmp(argv[i], "--json"))
-            path = value;
-        else
-            return usage();
-    }
+    shape shapes[OPTION_LIST_MOST] = {{16, 1, 64, 8192, 0},
+                                      {16, 4, 128, 8192, 0},
+                                      {12, 12, 64, 8192, 0},
+                                      {12, 2, 64, 8192, 0},
+                                      {64, 4, 128, 8192, 0}};
+    options given = {0};
+    command_read(&command, argc, argv, &given);
+    int count = command_shapes(command.name, &given.shapes, shapes);
+    simulation s = {
+        {(int)given.threads, 1e-9 * given.line}, command_json(command.name, given.json), 0};
 #ifdef _OPENMP
     omp_set_max_active_levels(0); /* one thread, of however many a call asks for */
 #endif
-    if (path && !(o.json = fopen(path, "w"))) {
-        fprintf(stderr, "many_threads: cannot write %s: %s\n", path, strerror(errno));
-        return 1;
-    }
-    if (o.json) report_origin(o.json);
-    if (o.json) fprintf(o.json, "  \"line_ns\": %.0f,\n  \"rows\": [", 1e9 * o.m.line);
-    for (int i = 0; i < (count ? count : 5); i++) measure(&o, &shapes[i]);
-    if (o.json) fprintf(o.json, "\n  ]\n}\n");
-    return o.json ? fclose(o.json) != 0 : 0;
+    if (s.json) report_origin(s.json);
+    if (s.json) fprintf(s.json, "  \"line_ns\": %.0f,\n  \"rows\": [", given.line);
+    for (int i = 0; i < (count ? count : 5); i++) measure(&s, &shapes[i]);
+    if (s.json) fprintf(s.json, "\n  ]\n}\n");
+    return s.json ? fclose(s.json) != 0 : 0;
 }

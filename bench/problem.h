@@ -48,11 +48,8 @@ typedef struct problem {
 
 static const char *const dtype_names[] = {"f32", "bf16", "f16"};
 
-static inline int parse_dtype(nsa_dtype *dtype, const char *text) {
-    for (int i = NSA_F32; i <= NSA_F16; i++)
-        if (!strcmp(text, dtype_names[i])) return *dtype = (nsa_dtype)i, 1;
-    return 0;
-}
+/* The same, as a command line has them. */
+#define DTYPE_WORDS "f32|bf16|f16"
 
 static nsa_tensor take_as(problem *p, nsa_dtype dtype, int rows, int heads, int width,
                           uint64_t seed) {
