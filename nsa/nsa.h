@@ -4426,11 +4426,6 @@ static const nsa__tiles NSA__T(tiles) = {
 
 #endif
 
-/* With -Os GCC 13 and 14 warn of how these would return a vector, though all are inlined. */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
 #ifdef NSA__HAS_AVX
 #define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
 #define NSA__LETTER_double    "d"
@@ -4438,11 +4433,13 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__LETTER_OF(real)  NSA__LETTER_OF_(real)
 #define NSA__OF_TWO(name)     "v" name "p" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
 
+/* The machine comes behind the level: with -Os GCC 13 and 14 take a level that follows for the
+   end of the machine, and compile vectors as memory. */
 #define NSA__ISA          avx2
 #define NSA__BYTES        32
 #define NSA__ROWS         6
 #define NSA__VECTORS      2
-#define NSA__TARGET       __attribute__((__target__("avx2,fma"))) NSA__COMPILED
+#define NSA__TARGET       NSA__COMPILED __attribute__((__target__("avx2,fma")))
 #define NSA__HOLD(x)      __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
 #define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
@@ -5072,7 +5069,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__ROWS    6
 #define NSA__VECTORS 4
 #define NSA__TARGET \
-    __attribute__((__target__("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+    NSA__COMPILED __attribute__((__target__("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
 #define NSA__HOLD(x)      __asm__("" : "+v"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
 #define NSA__WHOLE(e, x) \
@@ -5714,9 +5711,9 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__BYTES   64
 #define NSA__ROWS    6
 #define NSA__VECTORS 4
-#define NSA__TARGET                                                                       \
-    __attribute__((__target__("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) \
-    NSA__COMPILED
+#define NSA__TARGET \
+    NSA__COMPILED   \
+    __attribute__((__target__("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
 #define NSA__HOLD(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
@@ -5731,7 +5728,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__BYTES          16
 #define NSA__ROWS           6
 #define NSA__VECTORS        4
-#define NSA__TARGET         NSA__BFDOT NSA__COMPILED
+#define NSA__TARGET         NSA__COMPILED NSA__BFDOT
 #define NSA__HOLD(x)        __asm__("" : "+w"(x))
 #define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
 #endif
@@ -6357,9 +6354,6 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
 
-#endif
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
 #endif
 
 /* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
