@@ -1,7 +1,7 @@
 /* bench_decode: a step of decoding beside the same step of dense attention, which keeps all k and v
    too: time and bytes of a token, for one sequence and for a batch, and beside the rate at which
-   they are read the rate at which memory can be. scripts/write_numbers.py makes tables of the file. It
-   checks nothing: the tests do that. */
+   they are read the rate at which memory can be. scripts/write_numbers.py makes tables of the file.
+   It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "command.h"
 #include "decode.h"

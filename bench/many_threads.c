@@ -1,8 +1,8 @@
 /* many_threads: how well a call would share its work among more threads than this machine has. It
    runs the tasks of a call for N threads on one, notes how long each takes and which it waits for,
    and replays them on N simulated threads, by the rules of nsa.h's scheduler. Efficiency is beside
-   the tasks of a call for one thread, which may be larger.
-   The bandwidth that cores share is not simulated. bench_attention measures what there is. No test. */
+   the tasks of a call for one thread, which may be larger. The bandwidth that cores share is not
+   simulated. bench_attention measures what there is. No test. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdint.h>
 
