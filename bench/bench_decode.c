@@ -1,34 +1,33 @@
-/* bench_decode: a step of decoding beside the same step of dense attention, which keeps all k and v
-   too: time and bytes of a token, for one sequence and for a batch, and beside the rate at which
-   they are read the rate at which memory can be. scripts/write_numbers.py makes tables of the file.
-   It checks nothing: the tests do that. */
+/* bench_decode: a step of decoding by NSA, by lists of blocks and of tokens, and over all keys,
+   which all keep all k and v: the time of a token, for one sequence and for a batch, beside what
+   memory and multiply-add units allow in the same run. scripts/write_numbers.py makes tables of the
+   file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "command.h"
 #include "decode.h"
-#include "report.h"
+#include "peak.h"
 
 enum { MAX_ROUNDS = 15, MAX_STEPS = 256 };
 
 static const double ENOUGH = 5e-3; /* s: what a clock and a neighbour do not disturb */
 
-typedef nsa_status step(decoding *c);
-
-static double time_steps(step *f, decoding *c, int steps) {
+static double time_steps(decoding *c, method m, int steps) {
     double at = seconds();
     for (int i = 0; i < steps; i++) {
-        nsa_status s = f(c);
+        nsa_status s = run_step(c, m);
         if (s == NSA_OK) continue;
-        fprintf(stderr, "bench_decode: %s (%s)\n", nsa_status_text(s), nsa_status_where(s));
+        fprintf(stderr, "bench_decode: %s: %s (%s)\n", method_names[m], nsa_status_text(s),
+                nsa_status_where(s));
         exit(1);
     }
     return (seconds() - at) / steps;
 }
 
 /* How many steps make a time worth reading; their first also fills the processor's caches. */
-static int steps_of(step *f, decoding *c) {
+static int steps_of(decoding *c, method m) {
     int steps = 1;
-    time_steps(f, c, 1);
-    while (steps < MAX_STEPS && time_steps(f, c, steps) * steps < ENOUGH) steps *= 2;
+    time_steps(c, m, 1);
+    while (steps < MAX_STEPS && time_steps(c, m, steps) * steps < ENOUGH) steps *= 2;
     return steps;
 }
 
@@ -75,84 +74,106 @@ static double memory_rate(int threads) {
 
 /* ---- Steps --------------------------------------------------------------------------------- */
 
+/* What this many threads can do: bytes and operations a second. */
+typedef struct machine {
+    double memory, flops;
+} machine;
+
+static machine machine_of(nsa_dtype dtype, int threads) {
+    peak p = peak_of(dtype);
+    peak_measure(&p, threads);
+    machine m = {memory_rate(threads), 1e9 * p.rate};
+    return m;
+}
+
+/* The rows of one file. */
+typedef struct report {
+    FILE *json;
+    int rows;
+} report;
+
 typedef struct result {
-    timing sparse, dense;
+    timing step;
     double over_dense; /* the median of the rounds' ratios */
 } result;
 
-/* Rounds of sparse and dense steps: what is compared ran side by side. */
-static result time_rounds(decoding *c) {
-    double sparse[MAX_ROUNDS], dense[MAX_ROUNDS], ratios[MAX_ROUNDS];
-    int sparse_steps = steps_of(run_decode, c), dense_steps = steps_of(run_dense_decode, c);
+/* Rounds of every method's steps: what is compared ran side by side. */
+static void time_rounds(decoding *c, result *results) {
+    double times[METHODS][MAX_ROUNDS], ratios[METHODS][MAX_ROUNDS];
+    int steps[METHODS];
+    for (int m = 0; m < METHODS; m++) steps[m] = steps_of(c, (method)m);
     for (int i = 0; i < MAX_ROUNDS; i++) {
-        sparse[i] = time_steps(run_decode, c, sparse_steps);
-        dense[i] = time_steps(run_dense_decode, c, dense_steps);
-        ratios[i] = dense[i] / sparse[i];
+        for (int m = 0; m < METHODS; m++) times[m][i] = time_steps(c, (method)m, steps[m]);
+        for (int m = 0; m < METHODS; m++) ratios[m][i] = times[DENSE_STEP][i] / times[m][i];
     }
-    result r = {summarise(sparse, MAX_ROUNDS), summarise(dense, MAX_ROUNDS),
-                summarise(ratios, MAX_ROUNDS).median};
-    return r;
+    for (int m = 0; m < METHODS; m++) {
+        results[m].step = summarise(times[m], MAX_ROUNDS);
+        results[m].over_dense = summarise(ratios[m], MAX_ROUNDS).median;
+    }
 }
 
-/* One row of the file; ms and bytes are those of one token, and GB/s that of its bytes beside what
-   memory gives. over 0: the row of dense itself. */
-static void write_row(FILE *json, int *rows, const decoding *c, const char *branch, timing t,
-                      double bytes, double formula, double memory, double over, double bound) {
+/* One row: ms, bytes and operations are those of one token of one sequence. No step is faster than
+   its bytes or its operations allow; `bound` is what bytes alone allow over dense. */
+static void write_row(report *r, const decoding *c, method m, const result *got, machine on) {
     const nsa_desc *d = &c->p.d;
-    fprintf(json, "%s\n    {\"branch\": \"%s\", \"pass\": \"step\", \"heads\": %d, ",
-            (*rows)++ ? "," : "", branch, d->heads);
-    fprintf(json, "\"kv_heads\": %d, \"dim\": %d, \"tokens\": %d, \"batch\": %d, ", d->kv_heads,
-            d->dim, d->tokens, d->batch);
-    fprintf(json, "\"threads\": %d, \"ms\": %.4g, \"spread\": %.2g, ", d->threads,
-            t.median * 1e3 / d->batch, t.spread);
-    fprintf(json, "\"dtype\": \"%s\", ", dtype_names[c->p.dtype]);
-    fprintf(json, "\"gflops\": null, \"over_sgemm\": null, \"bytes\": %.0f, ", bytes);
-    fprintf(json, "\"bytes_by_formula\": %.0f, ", formula);
-    fprintf(json, "\"gb_s\": %.3g, \"memory_gb_s\": %.3g, ", 1e-9 * bytes * d->batch / t.median,
-            1e-9 * memory);
-    if (over > 0)
-        fprintf(json, "\"over_dense\": %.3g, \"bound\": %.3g}", over, bound);
+    double key = (c->p.dtype == NSA_F32 ? 4 : 2) * (double)(d->dim + d->dim_v);
+    double keys = m == NSA_STEP ? keys_counted(c) : keys_of(c, m), bytes = key * keys;
+    double flops = 2.0 * (d->dim + d->dim_v) * keys * d->heads / d->kv_heads;
+    double took = got->step.median / d->batch, by_bytes = bytes / on.memory,
+           by_flops = flops / on.flops, least = by_bytes > by_flops ? by_bytes : by_flops;
+    double bound = keys_of(c, DENSE_STEP) / keys;
+    printf(
+        "%-12s %-4s %2d/%d x %d, %6d tokens x %2d, %d threads: %8.4f ms a token, %5.2f times its "
+        "bound; %5.2f x dense, bytes allow %5.2f; GB/s %.1f of %.1f, GFLOP/s %.0f of %.0f; "
+        "spread %.0f %%\n",
+        method_names[m], dtype_names[c->p.dtype], d->heads, d->kv_heads, d->dim, d->tokens,
+        d->batch, d->threads, 1e3 * took, took / least, got->over_dense, bound, 1e-9 * bytes / took,
+        1e-9 * on.memory, 1e-9 * flops / took, 1e-9 * on.flops, 100 * got->step.spread);
+    fflush(stdout);
+    if (!r->json) return;
+    fprintf(r->json, "%s\n    {\"branch\": \"%s\", \"pass\": \"step\", \"heads\": %d, ",
+            r->rows++ ? "," : "", method_names[m], d->heads);
+    fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"dim_v\": %d, \"tokens\": %d, ", d->kv_heads,
+            d->dim, d->dim_v, d->tokens);
+    fprintf(r->json, "\"batch\": %d, \"threads\": %d, \"dtype\": \"%s\", \"ms\": %.4g, ", d->batch,
+            d->threads, dtype_names[c->p.dtype], 1e3 * took);
+    fprintf(r->json, "\"spread\": %.2g, \"bytes\": %.0f, \"bytes_by_formula\": %.0f, ",
+            got->step.spread, bytes, key * keys_of(c, m));
+    fprintf(r->json, "\"gb_s\": %.3g, \"memory_gb_s\": %.3g, \"gflops\": %.3g, ",
+            1e-9 * bytes / took, 1e-9 * on.memory, 1e-9 * flops / took);
+    fprintf(r->json, "\"peak_gflops\": %.3g, \"over_bound\": %.3g, ", 1e-9 * on.flops,
+            took / least);
+    if (m == DENSE_STEP)
+        fprintf(r->json, "\"over_dense\": null, \"bound\": null}");
     else
-        fprintf(json, "\"over_dense\": null, \"bound\": null}");
+        fprintf(r->json, "\"over_dense\": %.3g, \"bound\": %.3g}", got->over_dense, bound);
 }
 
-static void measure(FILE *json, int *rows, nsa_dtype dtype, int tokens, int batch, int threads,
-                    double memory) {
+static void measure(report *r, nsa_dtype dtype, const shape *s, int batch, int threads,
+                    machine on) {
     decoding c;
-    decoding_make(&c, dtype, batch, 16, 1, 64, tokens, threads);
-    result r = time_rounds(&c);
-    decode_bytes b = count_bytes(&c);
-    double bound = b.dense / b.counted;
-    double rate = 1e-9 * b.counted * batch / r.sparse.median;
-    double dense_rate = 1e-9 * b.dense * batch / r.dense.median;
-    printf(
-        "%s, %6d tokens x %2d, %d threads: %8.4f ms a token, dense %8.4f: %5.2f x, bound by bytes "
-        "%5.2f; GB/s %.1f, dense %.1f, memory %.1f; %.0f bytes read, by the formula %.0f; "
-        "spread %.0f %%\n",
-        dtype_names[dtype], tokens, batch, threads, r.sparse.median * 1e3 / batch,
-        r.dense.median * 1e3 / batch, r.over_dense, bound, rate, dense_rate, 1e-9 * memory,
-        b.counted, b.formula, 100 * r.sparse.spread);
-    fflush(stdout);
-    if (json) {
-        write_row(json, rows, &c, "decode", r.sparse, b.counted, b.formula, memory, r.over_dense,
-                  bound);
-        write_row(json, rows, &c, "dense decode", r.dense, b.dense, b.dense, memory, 0, 0);
-    }
+    result results[METHODS];
+    decoding_make(&c, dtype, s, batch, threads);
+    time_rounds(&c, results);
+    for (int m = 0; m < METHODS; m++) write_row(r, &c, (method)m, &results[m], on);
     decoding_free(&c);
 }
 
-static void measure_all(FILE *json, int *rows, nsa_dtype dtype) {
+static void measure_all(report *r, nsa_dtype dtype) {
     static const int lengths[] = {1024, 8192, 16384, 32768, 65536};
-    const double memory[] = {memory_rate(1), memory_rate(2)};
-    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+    const machine on[] = {machine_of(dtype, 1), machine_of(dtype, 2)};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        const shape s = {16, 1, 64, lengths[i], 0};
         for (int batch = 1; batch <= 16; batch *= 16)
             for (int threads = 1; threads <= 2; threads++)
-                measure(json, rows, dtype, lengths[i], batch, threads, memory[threads - 1]);
+                measure(r, dtype, &s, batch, threads, on[threads - 1]);
+    }
 }
 
 typedef struct options {
-    int64_t quick, dtype;
+    int64_t quick, dtype, batch, threads;
     const char *json;
+    option_list shapes;
 } options;
 
 static const option own[] = {
@@ -160,6 +181,26 @@ static const option own[] = {
      .kind = OPTION_SWITCH,
      .offset = offsetof(options, quick),
      .help = "8192 tokens, one sequence, one thread"},
+    {.flag = "--shape",
+     .kind = OPTION_LIST,
+     .offset = offsetof(options, shapes),
+     .words = "H,Hk,D,T",
+     .help = "query heads, kv heads, width (or Dk/Dv), tokens; may be given several times;\n"
+             "default: 16,1,64 of 1024 to 65536 tokens, for one sequence and sixteen"},
+    {.flag = "--batch",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, batch),
+     .min = 1,
+     .max = 4096,
+     .initial = "1",
+     .help = "sequences of each --shape"},
+    {.flag = "--threads",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, threads),
+     .min = 1,
+     .max = 1024,
+     .initial = "1",
+     .help = "of each --shape"},
     {.flag = "--dtype",
      .kind = OPTION_WORD,
      .offset = offsetof(options, dtype),
@@ -183,20 +224,23 @@ static const option_command command = {
 
 int main(int argc, char **argv) {
     options given = {0};
-    int rows = 0;
+    shape shapes[OPTION_LIST_MOST] = {{16, 1, 64, 8192, 0}};
     command_read(&command, argc, argv, &given);
+    int count = command_shapes(command.name, &given.shapes, shapes);
     nsa_dtype dtype = (nsa_dtype)given.dtype;
-    FILE *json = command_json(command.name, given.json);
-    if (json) report_origin(json);
-    if (json) fprintf(json, "  \"rows\": [");
-    if (given.quick)
-        measure(json, &rows, dtype, 8192, 1, 1, memory_rate(1));
-    else
-        measure_all(json, &rows, dtype);
-    if (!json) return 0;
-    fprintf(json, "\n  ]\n}\n");
-    int failed = ferror(json) != 0;
-    failed |= fclose(json) != 0;
+    report r = {command_json(command.name, given.json), 0};
+    if (r.json) report_origin(r.json);
+    if (r.json) fprintf(r.json, "  \"rows\": [");
+    if (given.quick && !count) count = 1;
+    machine on = {0, 0};
+    if (count) on = machine_of(dtype, (int)given.threads);
+    for (int i = 0; i < count; i++)
+        measure(&r, dtype, &shapes[i], (int)given.batch, (int)given.threads, on);
+    if (!count) measure_all(&r, dtype);
+    if (!r.json) return 0;
+    fprintf(r.json, "\n  ]\n}\n");
+    int failed = ferror(r.json) != 0;
+    failed |= fclose(r.json) != 0;
     if (failed) fprintf(stderr, "bench_decode: cannot write %s: %s\n", given.json, strerror(errno));
     return failed;
 }

@@ -5,13 +5,21 @@
 
 #include "problem.h"
 
+/* What a step is measured by: NSA's own step; attention over all keys; over the last 16 of the
+   blocks of 128 tokens that a list names (as MSA has them); over 2,048 listed tokens (as DSA has
+   them). */
+typedef enum method { NSA_STEP, DENSE_STEP, MSA_STEP, DSA_STEP, METHODS } method;
+
+static const char *const method_names[METHODS] = {"decode", "dense decode", "msa decode",
+                                                  "dsa decode"};
+
 typedef struct decoding {
     problem
         p; /* owns the memory; d.batch sequences of d.tokens, of which the step appends the last */
     nsa_cache cache;
     nsa_attention x;
-    nsa_attend dense;
-    nsa_desc dense_desc;
+    nsa_attend over[METHODS]; /* the cache's keys; not of NSA_STEP */
+    nsa_desc desc[METHODS];
     nsa_reads *reads;
     void *workspace;
     size_t bytes;
@@ -36,39 +44,81 @@ static void fill_cache(decoding *c, int max_rewind) {
     for (int b = 0; b < d->batch; b++) c->cache.lengths[b] = c->cache.newest[b] = d->tokens - 1;
 }
 
-static void decoding_make(decoding *c, nsa_dtype dtype, int batch, int heads, int kv_heads, int dim,
-                          int tokens, int threads) {
-    memset(c, 0, sizeof *c);
-    c->p.dtype = dtype;
-    nsa_desc *d = &c->p.d;
-    *d = nsa_desc_default(batch, tokens, heads, kv_heads, dim);
-    d->threads = threads;
-    fill_cache(c, 1);
-    c->x.q = new_rows(c, heads, dim, 1);
-    c->x.k_slc = c->x.k_win = new_rows(c, kv_heads, dim, 2);
-    c->x.v_slc = c->x.v_win = new_rows(c, kv_heads, dim, 3);
-    c->x.k_cmp = mean_of(c->x.k_slc, c->cache.k_cmp, dim);
-    c->x.v_cmp = mean_of(c->x.v_slc, c->cache.v_cmp, dim);
+/* Lists of one query: `count` of the `all` blocks, one at random of each of `count` parts; all of
+   them where they are fewer. */
+static nsa_tensor random_list(decoding *c, int all, int count) {
+    nsa_tensor t = take_as(&c->p, NSA_I32, c->p.d.batch, c->p.d.kv_heads, count, 0);
+    t.batch = t.token;
+    float *random = random_floats((size_t)count, 9);
+    int32_t *list = (int32_t *)t.data;
+    int listed = all < count ? all : count;
+    for (int i = 0; i < count; i++) {
+        int64_t begin = (int64_t)all * i / listed, parts = (int64_t)all * (i + 1) / listed - begin;
+        float within = random[i] - floorf(random[i]); /* 0 .. 1 */
+        int place = (int)(within * (float)parts);
+        list[i] = i < listed ? (int32_t)begin + (place < (int)parts ? place : 0) : -1;
+    }
+    for (int row = 1; row < c->p.d.batch * c->p.d.kv_heads; row++)
+        memcpy(list + (size_t)row * (size_t)count, list, (size_t)count * sizeof *list);
+    free(random);
+    return t;
+}
+
+/* Attention of the newest token over the cache's keys, by lists of `count` blocks or over all. */
+static size_t attend_make(decoding *c, method m, int block, int count) {
+    nsa_desc *d = &c->desc[m];
+    nsa_attend *x = &c->over[m];
+    *d = c->p.d;
+    d->first = d->tokens - 1;
+    d->count = 1;
+    x->q = c->x.q;
+    x->k = c->cache.k_slc;
+    x->v = c->cache.v_slc;
+    x->out = new_rows(c, d->heads, d->dim_v, 0);
+    x->lse = take_as(&c->p, NSA_F32, d->batch, d->heads, 1, 0);
+    x->lse.batch = x->lse.token;
+    if (!block) return nsa_attend_dense_forward_workspace_size(d);
+    d->slc_block = block;
+    d->slc_count = count;
+    x->blocks = random_list(c, nsa_slc_count(d, d->tokens), count);
+    return nsa_attend_slc_forward_workspace_size(d);
+}
+
+static size_t sparse_make(decoding *c) {
+    const nsa_desc *d = &c->p.d;
+    const int heads = d->heads, kv_heads = d->kv_heads;
+    c->x.q = new_rows(c, heads, d->dim, 1);
+    c->x.k_slc = c->x.k_win = new_rows(c, kv_heads, d->dim, 2);
+    c->x.v_slc = c->x.v_win = new_rows(c, kv_heads, d->dim_v, 3);
+    c->x.k_cmp = mean_of(c->x.k_slc, c->cache.k_cmp, d->dim);
+    c->x.v_cmp = mean_of(c->x.v_slc, c->cache.v_cmp, d->dim_v);
     c->x.gates = new_rows(c, heads, 3, 4);
     c->x.blocks = new_rows(c, kv_heads, nsa_block_list_width(d), 0);
     c->x.blocks.dtype = NSA_I32;
-    nsa_tensor *outs[] = {&c->x.out_cmp, &c->x.out_slc, &c->x.out_win, &c->x.out, &c->dense.out};
-    nsa_tensor *lses[] = {&c->x.lse_cmp, &c->x.lse_slc, &c->x.lse_win, &c->dense.lse};
-    for (size_t i = 0; i < sizeof outs / sizeof *outs; i++) *outs[i] = new_rows(c, heads, dim, 0);
+    nsa_tensor *outs[] = {&c->x.out_cmp, &c->x.out_slc, &c->x.out_win, &c->x.out};
+    nsa_tensor *lses[] = {&c->x.lse_cmp, &c->x.lse_slc, &c->x.lse_win};
+    for (size_t i = 0; i < sizeof outs / sizeof *outs; i++)
+        *outs[i] = new_rows(c, heads, d->dim_v, 0);
     for (size_t i = 0; i < sizeof lses / sizeof *lses; i++) {
-        *lses[i] = new_rows(c, heads, 1, 0);
-        lses[i]->dtype = NSA_F32;
+        *lses[i] = take_as(&c->p, NSA_F32, d->batch, heads, 1, 0);
+        lses[i]->batch = lses[i]->token;
     }
-    c->dense.q = c->x.q;
-    c->dense.k = c->cache.k_slc;
-    c->dense.v = c->cache.v_slc;
-    c->dense_desc = *d;
-    c->dense_desc.first = tokens - 1;
-    c->dense_desc.count = 1;
+    return nsa_decode_workspace_size(&c->x, &c->cache, 1);
+}
+
+static void decoding_make(decoding *c, nsa_dtype dtype, const shape *s, int batch, int threads) {
+    memset(c, 0, sizeof *c);
+    c->p.dtype = dtype;
+    nsa_desc *d = &c->p.d;
+    *d = nsa_desc_default(batch, s->tokens, s->heads, s->kv_heads, s->dim);
+    if (s->dim_v) d->dim_v = s->dim_v;
+    d->threads = threads;
+    fill_cache(c, 1);
     c->reads = (nsa_reads *)allocate((size_t)batch * sizeof *c->reads);
-    size_t sparse = nsa_decode_workspace_size(&c->x, &c->cache, 1);
-    size_t dense = nsa_attend_dense_forward_workspace_size(&c->dense_desc);
-    c->bytes = sparse > dense ? sparse : dense;
+    const size_t sizes[METHODS] = {sparse_make(c), attend_make(c, DENSE_STEP, 0, 0),
+                                   attend_make(c, MSA_STEP, 128, 16),
+                                   attend_make(c, DSA_STEP, 1, 2048)};
+    for (int m = 0; m < METHODS; m++) c->bytes = sizes[m] > c->bytes ? sizes[m] : c->bytes;
     c->workspace = allocate(c->bytes);
 }
 
@@ -78,36 +128,34 @@ static void decoding_free(decoding *c) {
     free(c->reads);
 }
 
-/* A step, and back to where it began: k and v of the last token are written anew each time. */
-static nsa_status run_decode(decoding *c) {
+/* A step; NSA's goes back to where it began: k and v of the last token are written anew each time.
+   */
+static nsa_status run_step(decoding *c, method m) {
+    if (m == DENSE_STEP)
+        return nsa_attend_dense_forward(&c->over[m], &c->desc[m], c->workspace, c->bytes);
+    if (m != NSA_STEP)
+        return nsa_attend_slc_forward(&c->over[m], &c->desc[m], c->workspace, c->bytes);
     nsa_status s = nsa_decode(&c->x, &c->cache, 1, NULL, c->reads, c->workspace, c->bytes);
     for (int b = 0; s == NSA_OK && b < c->p.d.batch; b++)
         s = nsa_cache_rewind(&c->cache, b, c->p.d.tokens - 1);
     return s;
 }
 
-static nsa_status run_dense_decode(decoding *c) {
-    return nsa_attend_dense_forward(&c->dense, &c->dense_desc, c->workspace, c->bytes);
+/* Keys that the query of a sequence sees in all of its kv heads; NSA's by SPEC's formula. */
+static double keys_of(const decoding *c, method m) {
+    const nsa_desc *d = m == NSA_STEP ? &c->p.d : &c->desc[m];
+    int last = d->tokens - 1, all = nsa_slc_candidates(d, last);
+    int blocks = all < d->slc_count ? all : d->slc_count;
+    double slc = (double)(blocks - 1) * d->slc_block + last % d->slc_block + 1;
+    if (m == DENSE_STEP) return (double)d->kv_heads * d->tokens;
+    if (m != NSA_STEP) return d->kv_heads * (blocks < all ? blocks * d->slc_block : d->tokens);
+    return d->kv_heads * (nsa_cmp_visible(d, last) + slc + (last + 1 - nsa_window_begin(d, last)));
 }
 
-/* Bytes of k and v that a step reads, per sequence: as counted, as the formula has it, and
-   dense. */
-typedef struct decode_bytes {
-    double counted, formula, dense;
-} decode_bytes;
-
-static decode_bytes count_bytes(const decoding *c) {
-    const nsa_desc *d = &c->p.d;
-    double number = c->p.dtype == NSA_F32 ? 4 : 2;
-    double of_key = number * (double)(d->dim + d->dim_v), heads = d->kv_heads;
-    int last = d->tokens - 1, candidates = nsa_slc_candidates(d, last);
-    int blocks = candidates < d->slc_count ? candidates : d->slc_count;
-    double slc = (double)(blocks - 1) * d->slc_block + last % d->slc_block + 1;
-    double keys = nsa_cmp_visible(d, last) + slc + (last + 1 - nsa_window_begin(d, last));
+/* The same as the library has counted it. */
+static double keys_counted(const decoding *c) {
     nsa_reads r = c->reads[0];
-    decode_bytes b = {of_key * (double)(r.cmp + r.slc + r.win), of_key * heads * keys,
-                      of_key * heads * (double)d->tokens};
-    return b;
+    return (double)(r.cmp + r.slc + r.win);
 }
 
 #endif

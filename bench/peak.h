@@ -44,12 +44,12 @@ enum { PEAK_CHAINS = 12, PEAK_STEPS = 1 << 20 };
 PEAK_LOOP(sse2, 16, NSA__COMPILED, "x")
 #endif
 #ifdef NSA__HAS_AVX
-PEAK_LOOP(avx2, 32, __attribute__((target("avx2,fma"))) NSA__COMPILED, "x")
-PEAK_LOOP(avx512, 64, __attribute__((target("avx512f"))) NSA__COMPILED, "v")
+PEAK_LOOP(avx2, 32, NSA__COMPILED __attribute__((target("avx2,fma"))), "x")
+PEAK_LOOP(avx512, 64, NSA__COMPILED __attribute__((target("avx512f"))), "v")
 #endif
 #ifdef NSA__HAS_AVX512_BF16
 #define PEAK_STEP(i) __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(x##i) : "v"(a), "v"(b));
-PEAK_DOT(64, __attribute__((target("avx512bf16,avx512f"))) NSA__COMPILED, PEAK_STEP)
+PEAK_DOT(64, NSA__COMPILED __attribute__((target("avx512bf16,avx512f"))), PEAK_STEP)
 #endif
 #ifdef NSA__HAS_NEON_BF16
 #define PEAK_STEP(i) __asm__ volatile("bfdot %0.4s, %1.8h, %2.8h" : "+w"(x##i) : "w"(a), "w"(b));
