@@ -17,6 +17,8 @@
 
 enum { MOST_IDS_16 = 1 << 16, PATH_ROOM = 4096 };
 
+enum { UNWRITTEN = 1, UNUSABLE = 2 };
+
 typedef struct job {
     const char *folder;
     char part[PATH_ROOM]; /* where the shards are until all of them are there */
@@ -26,6 +28,7 @@ typedef struct job {
     tokenizer *tokenizer;
     token_list waiting;
     int64_t shards, tokens, documents;
+    int code; /* of a fault here: UNUSABLE what was given, UNWRITTEN what is made */
 } job;
 
 /* ---- Shards -------------------------------------------------------------------------------- */
@@ -35,7 +38,7 @@ static void put_32(unsigned char *to, uint32_t x) {
 }
 
 /* uint16 where the vocabulary allows it, else uint32: llm.c's magic numbers and versions. */
-static bool write_shard(job *j, size_t count, fault *f) {
+static bool put_shard(job *j, size_t count, fault *f) {
     char path[PATH_ROOM], name[32];
     int width = tokenizer_vocab_size(j->tokenizer) > MOST_IDS_16 ? 4 : 2;
     size_t bytes = FORMAT_HEADER + (size_t)width * count;
@@ -55,6 +58,12 @@ static bool write_shard(job *j, size_t count, fault *f) {
     j->tokens += (int64_t)count;
     j->waiting.count -= count;
     memmove(j->waiting.ids, j->waiting.ids + count, j->waiting.count * sizeof *j->waiting.ids);
+    return ok;
+}
+
+static bool write_shard(job *j, size_t count, fault *f) {
+    bool ok = put_shard(j, count, f);
+    if (!ok) j->code = UNWRITTEN;
     return ok;
 }
 
@@ -140,17 +149,21 @@ static bool clear(const job *j, fault *f) {
 
 /* Half of a corpus must not look like one: the folder gets its name when all is there. */
 static bool make(job *j, fault *f) {
+    j->code = UNUSABLE;
     if (files_exist(j->folder))
         return fault_set(f, "%s: is there; must be a new folder", j->folder);
+    j->code = UNWRITTEN;
     if (!files_join(j->part, sizeof j->part - 8, "", j->folder, f)) return false;
     strcat(j->part, ".part");
     if (!files_make_folder(j->part, f)) return false;
     int held = files_lock(j->part, lock, f);
     if (held < 0) return false;
     bool ok = clear(j, f);
+    if (ok) j->code = UNUSABLE;
     for (int i = 1; ok && j->words[i]; i++) ok = add(j, j->words[i], f);
     if (ok && j->waiting.count) ok = write_shard(j, j->waiting.count, f);
     if (ok && !j->shards) ok = fault_set(f, "no text in what was given");
+    if (ok) j->code = UNWRITTEN;
     char path[PATH_ROOM];
     ok = ok && files_join(path, sizeof path, j->part, lock, f) &&
          (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
@@ -196,13 +209,13 @@ static int run(job *j, fault *f) {
     j->folder = j->words[0];
     j->tokenizer = tokenizer_open(j->vocabulary ? CONFIG_GPT2 : CONFIG_BYTE,
                                   j->vocabulary ? j->vocabulary : "", f);
-    if (!j->tokenizer) return 2;
-    if (!make(j, f)) return 1;
+    if (!j->tokenizer) return UNUSABLE;
+    if (!make(j, f)) return j->code;
     text_print_line(
         stdout,
         "%s: %" PRId64 " tokens of %" PRId64 " documents in %" PRId64 " shards, vocabulary of %d",
         j->folder, j->tokens, j->documents, j->shards, tokenizer_vocab_size(j->tokenizer));
-    return files_end_output(f) ? 0 : 1;
+    return files_end_output(f) ? 0 : UNWRITTEN;
 }
 
 int main(int argc, char **argv) {
@@ -214,7 +227,7 @@ int main(int argc, char **argv) {
         outcome = option_read(&command, argc, argv, &j, j.words, &f);
     else
         fault_set(&f, "out of memory");
-    int code = outcome == OPTION_HELP ? 0 : outcome == OPTION_ERROR ? 2 : run(&j, &f);
+    int code = outcome == OPTION_HELP ? 0 : outcome == OPTION_ERROR ? UNUSABLE : run(&j, &f);
     if (code) fprintf(stderr, "shards: %s\n", f.text);
     tokenizer_close(j.tokenizer);
     token_list_free(&j.waiting);

@@ -48,7 +48,7 @@ def convert(path, *options, given=None):
     ran = subprocess.run([shards, out, path, *options], capture_output=True, input=given, timeout=60)
     said = (ran.stdout + ran.stderr).decode(errors="replace")
     if ran.returncode:
-        check(ran.returncode == 1 and not out.exists(), ran)
+        check(ran.returncode == 2 and not out.exists(), ran)
         return None, said
     return b"".join(file.read_bytes()[1024:][::2] for file in sorted(out.iterdir())), said
 

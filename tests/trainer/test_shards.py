@@ -146,18 +146,20 @@ def test_two_at_once():
 
 
 def test_refusals():
+    (runs.root / "a.file").write_text("")
     (runs.root / "torn.part").mkdir()
     (runs.root / "torn.part/shard_000000.bin").write_text("of a call that was killed")
     bad = b'{"text": "fine"}\n{"text": 5}\n'
     for given, words in ((bad, "-: the line that ends at byte 29 has no \"text\" that is a string"),
                          (b'{"text": "fine"}\nplain\n', "is not JSON"), (b"\n", "no text in what was given")):
-        folder, said = make("torn", "-", given=given, code=1)
+        folder, said = make("torn", "-", given=given, code=2)
         check(words in said and not folder.exists() and not (runs.root / "torn.part").exists(), said)
-    check("must be a new folder" in make("bytes", corpus, code=1)[1], "an old folder")
-    check("nowhere: cannot read" in make("new", runs.root / "nowhere", code=1)[1], "no text")
+    check("must be a new folder" in make("bytes", corpus, code=2)[1], "an old folder")
+    check("nowhere: cannot read" in make("new", runs.root / "nowhere", code=2)[1], "no text")
     check("must be an integer in 1" in make("new", corpus, "--shard-tokens", "many", code=2)[1], "no number")
     check("unknown option" in make("new", corpus, "--shards", 3, code=2)[1], "no option")
     check("TEXT: none was given" in make("new", code=2)[1], "nothing named")
+    check("cannot make the folder" in make("a.file/new", corpus, code=1)[1], "no room for a folder")
     check(not (runs.root / "new").exists(), "a folder was made")
 
 
