@@ -46,20 +46,25 @@ struct nsa__cuda_row_terms {
     float gate;
 };
 
-/* The parameters of a call: every kernel of it takes them by value. */
-struct nsa__cuda_attend_params {
-    nsa_attend x, dx;
+/* A branch of a call or of a step: its views, and what says which keys a query sees. */
+struct nsa__cuda_branch {
+    nsa_attend x;
     nsa_desc d;
     nsa__cuda_branch_keys branch;
-    int group;  /* query heads that read the same keys, and lie in one tile */
-    int lists;  /* slc: block lists of a kv head */
-    int spread; /* a grid's heads for each kv head: 1, or one for each list */
+    int group; /* query heads that read the same keys, and lie in one tile */
+    int lists; /* slc: block lists of a kv head */
     int list_width;
+    float scale;   /* of q k */
+    uint64_t *bad; /* a bit for each key: its k or v row has a non-finite value */
+};
+
+/* The parameters of a call: every kernel of it takes them by value. */
+struct nsa__cuda_attend_params : nsa__cuda_branch {
+    nsa_attend dx;
+    int spread;                /* a grid's heads for each kv head: 1, or one for each list */
     nsa__cuda_extent tiles;    /* what blockIdx counts for one kv head */
-    float scale;               /* of q k */
     const int32_t *cmp_begins; /* cmp of packed sequences */
     int32_t *ascending;        /* NULL, or what takes the place of begins for this call */
-    uint64_t *bad;             /* a bit for each key: its k or v row has a non-finite value */
     nsa__cuda_extent words;    /* of one kv head */
     /* backward */
     nsa__cuda_row_terms *rows; /* (rows_of, H) */
@@ -150,7 +155,7 @@ struct nsa__cuda_reader {
     int query, list;
 };
 
-NSA__DEVICE nsa__cuda_reader nsa__cuda_reader_of(const nsa__cuda_attend_params &params, int entry) {
+NSA__DEVICE nsa__cuda_reader nsa__cuda_reader_of(const nsa__cuda_branch &params, int entry) {
     nsa__cuda_reader r = {entry, 0};
     if (params.lists > 1) r = {entry / params.lists, entry % params.lists};
     return r;
@@ -187,7 +192,7 @@ struct nsa__cuda_key_span {
 
 /* The span that holds all keys of a query of a sequence of `tokens`; of slc, the listed blocks in
    it. */
-NSA__DEVICE nsa__cuda_key_span nsa__cuda_keys_of(const nsa__cuda_attend_params &params, int tokens,
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_keys_of(const nsa__cuda_branch &params, int tokens,
                                                  int query) {
     nsa__cuda_key_span s = {0, nsa__visible_end(params.d, tokens, query)};
     if (params.branch == NSA__KEYS_CMP) s.end = nsa__cmp_visible(params.d, tokens, query);
@@ -265,7 +270,7 @@ NSA__DEVICE nsa__cuda_query_tile nsa__cuda_query_tile_of(const nsa__cuda_attend_
     return t;
 }
 
-NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_params &params,
+NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_branch &params,
                                                        const nsa__cuda_attend_head &at,
                                                        const nsa__cuda_query_tile &tile, int row) {
     nsa__cuda_query_row r;
@@ -287,7 +292,7 @@ NSA__DEVICE int nsa__cuda_upper_row() {
 
 /* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of a group, the
    warp's own unless another is named, and a bit for each of them. */
-NSA__DEVICE int nsa__cuda_warpgroup_first(const nsa__cuda_attend_params &params,
+NSA__DEVICE int nsa__cuda_warpgroup_first(const nsa__cuda_branch &params,
                                           const nsa__cuda_query_tile &tile,
                                           int warpgroup = static_cast<int>(threadIdx.x) / 128) {
     return (tile.skip + warpgroup * 64) / params.group;

@@ -227,19 +227,25 @@ static nsa_status nsa__cuda_attend_choose(const Params &params, cudaStream_t str
 
 /* ---- Calls --------------------------------------------------------------------------------- */
 
+/* What a call and a step know of a branch before they have views. */
+static void nsa__cuda_branch_plan(nsa__cuda_branch *params, const nsa_desc *d,
+                                  nsa__cuda_branch_keys branch) {
+    const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
+    params->d = nsa__cuda_all_queries(d);
+    params->branch = branch;
+    params->lists = branch == NSA__KEYS_SLC ? nsa__list_heads(d) / d->kv_heads : 1;
+    params->group = d->heads / d->kv_heads / params->lists;
+    params->list_width = nsa_block_list_width(d);
+    params->scale = static_cast<float>(scale);
+}
+
 /* The workspace that forward and backward share, dealt out; the size query is the same code. */
 static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
                                   nsa__cuda_branch_keys branch, nsa__arena *arena) {
     const int64_t keys = branch == NSA__KEYS_CMP ? nsa_cmp_count(d, d->tokens) : d->tokens;
-    const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
-    memset(params, 0, sizeof *params);
-    params->d = nsa__cuda_all_queries(d);
-    params->branch = branch;
-    params->lists = branch == NSA__KEYS_SLC ? nsa__list_heads(d) / d->kv_heads : 1;
+    *params = {};
+    nsa__cuda_branch_plan(params, d, branch);
     params->spread = 1;
-    params->group = d->heads / d->kv_heads / params->lists;
-    params->list_width = nsa_block_list_width(d);
-    params->scale = static_cast<float>(scale);
     params->words = /* one more, because a tile may straddle */
         nsa__cuda_extent_of(d, nsa__cuda_ceil_div(keys, 64) + 1, 1,
                             64 * (branch == NSA__KEYS_CMP ? d->cmp_stride : int64_t(1)), 2);

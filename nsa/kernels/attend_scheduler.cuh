@@ -127,7 +127,7 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES, LI
 }
 
 template <int KEYS>
-NSA__DEVICE nsa__cuda_bad_words nsa__cuda_load_bad(const nsa__cuda_attend_params &params,
+NSA__DEVICE nsa__cuda_bad_words nsa__cuda_load_bad(const nsa__cuda_branch &params,
                                                    const nsa__cuda_attend_head &at, int begin) {
     const uint64_t *word = params.bad + at.words + begin / 64;
     return {word[0], KEYS + begin % 64 > 64 ? word[1] : 0};
@@ -144,7 +144,7 @@ NSA__DEVICE uint64_t nsa__cuda_bad_bits(const nsa__cuda_bad_words &words, int be
 }
 
 template <int KEYS>
-NSA__DEVICE uint64_t nsa__cuda_bad_keys(const nsa__cuda_attend_params &params,
+NSA__DEVICE uint64_t nsa__cuda_bad_keys(const nsa__cuda_branch &params,
                                         const nsa__cuda_attend_head &at, int begin) {
     return nsa__cuda_bad_bits<KEYS>(nsa__cuda_load_bad<KEYS>(params, at, begin), begin);
 }

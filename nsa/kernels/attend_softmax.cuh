@@ -94,7 +94,7 @@ NSA__DEVICE void nsa__cuda_forward_end(const nsa__cuda_attend_params &params,
 }
 
 NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
-                                         const nsa__cuda_attend_params &params,
+                                         const nsa__cuda_branch &params,
                                          const nsa__cuda_attend_head &at,
                                          const nsa__cuda_query_tile &tile, uint32_t bad) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

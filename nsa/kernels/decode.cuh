@@ -56,9 +56,8 @@ static nsa_tensor nsa__cuda_decode_packed(nsa__arena *a, nsa_dtype dtype, int64_
 static void nsa__cuda_decode_plan_job(nsa__cuda_decode_params *params, const nsa_desc *d,
                                       nsa_dtype dtype, nsa__cuda_branch_keys branch,
                                       nsa__arena *a) {
-    nsa__arena bits = {NULL, 0}; /* the cache has them */
     *params = {};
-    nsa__cuda_attend_plan(params, d, branch, &bits);
+    nsa__cuda_branch_plan(params, d, branch);
     nsa__cuda_decode_take(params, dtype, a);
 }
 
@@ -233,7 +232,7 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
         params->d = d;
         params->x = *branches[i].x;
         params->bad = branches[i].bits;
-        params->words.each = branches[i].words;
+        params->words = branches[i].words;
         params->ring = branches[i].ring;
         params->reads = branches[i].reads;
         params->positions = {p->step.positions};

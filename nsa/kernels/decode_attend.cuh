@@ -35,9 +35,10 @@
 /* All ones: no run has told its largest score, and no block has begun. */
 enum : uint32_t { NSA__DECODE_UNPUBLISHED = 0xffffffffu };
 
-/* Views, desc (first, count: a slice of the step's tokens), branch and bits are the base's. */
-struct nsa__cuda_decode_params : nsa__cuda_attend_params {
+/* The base's desc has first and count: a slice of the step's tokens. */
+struct nsa__cuda_decode_params : nsa__cuda_branch {
     nsa__cuda_positions positions;
+    int words; /* of `bad`, of each sequence and kv head */
     int ring;
     int keys;          /* of a tile */
     int key_tiles;     /* of a query, at most */
@@ -126,7 +127,7 @@ NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_dec
     at.tile = 0;
     at.key_row = 0;
     at.keys = at.seq.tokens;
-    at.words = pair * params.words.each;
+    at.words = static_cast<int64_t>(pair) * params.words;
     at.row = 0;
     const int query = at.seq.first + row;
     block.rows = {query, block.part * held, row < at.seq.count ? query + 1 : query, -1, nullptr};
