@@ -36,7 +36,7 @@ prepare() {
 }
 
 # has PACKAGE: whether the suite can install it; apt takes what it does not know for a pattern.
-has() { inside apt-cache policy "$1" | grep -q 'Candidate: [^(]'; }
+has() { [[ $(inside apt-cache policy "$1") == *"Candidate: "[!\(]* ]]; }
 
 # packages COMPILER: in `packages`, what has it; not every clang has its runtime apart.
 packages() {
