@@ -1304,6 +1304,7 @@ static inline void test_all(const branch *br, amount a) {
     }
 #ifdef CHECK_F64
     for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
+    test_gradcheck(br, shape("grad, D 576 / 512"));
 #endif
     /* a stage of the pipeline of sm_90a is filled a second time only behind its four stages */
     if (a >= LITTLE && br->keys == BRANCH_DENSE)

@@ -104,6 +104,7 @@ static const geometry single_geometries[] = {
     {"T 34", 1, 34, 4, 2, 16, 16, 8, 4, 8, 2, 0, 1, 10, 0, NULL},
     {"few of many", 1, 200, 16, 1, 16, 16, 8, 4, 16, 4, 1, 1, 20, 0, NULL},
     {"G 6, D 48", 1, 45, 12, 2, 48, 40, 8, 4, 16, 2, 1, 1, 12, 0, NULL},
+    {"grad, D 576 / 512", 1, 5, 2, 1, 576, 512, 4, 2, 4, 2, 1, 1, 3, 0, NULL},
 };
 
 /* For finite differences in every number. */
