@@ -3100,10 +3100,10 @@ typedef struct nsa__pairs {
 
 /* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
-   registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__HOLD(x) is an empty
-   instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a, b) is
-   x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with <.
-   NSA__WHOLE(e, x) is e = x rounded to whole numbers, and NSA__TIMES_POWER(p, e) p = p 2^e, which
+   registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
+   empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
+   b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
+   <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
    is 0 if e is -inf, even of NaN. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
@@ -3139,11 +3139,11 @@ typedef nsa_real NSA__T(memory)
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
-#define NSA__L       1
+#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__HOLD(x) (void)(x)
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
@@ -3259,12 +3259,12 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#ifdef NSA__TIMES_POWER /* of any x: -inf gives 0, what is too large gives inf */
+#ifdef NSA__SCALEF /* of any x: -inf gives 0, what is too large gives inf */
     if (sizeof(nsa_real) == sizeof(float)) {
         NSA__V e, p;
-        NSA__WHOLE(e, x);
+        NSA__NEAREST(e, x);
         p = NSA__T(exp2_of_fraction)(x - e);
-        NSA__TIMES_POWER(p, e);
+        NSA__SCALEF(p, e);
         return p;
     }
 #elif NSA__BYTES
@@ -3372,7 +3372,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
-            NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
+            NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
@@ -3770,37 +3770,37 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROWS
 #undef NSA__VECTORS
 #undef NSA__TARGET
-#undef NSA__HOLD
+#undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
 #undef NSA__MIN
-#undef NSA__WHOLE
-#undef NSA__TIMES_POWER
+#undef NSA__NEAREST
+#undef NSA__SCALEF
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
 
 /* One of these, where there is one: no machine has two. */
 #if defined(NSA__HAS_SSE2)
-#define NSA__ISA     sse2
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#define NSA__ISA                 sse2
+#define NSA__BYTES               16
+#define NSA__ROWS                4
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #elif defined(NSA__HAS_NEON)
-#define NSA__ISA     neon
-#define NSA__BYTES   16
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#define NSA__ISA                 neon
+#define NSA__BYTES               16
+#define NSA__ROWS                6
+#define NSA__VECTORS             4
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+w"(x))
 #elif defined(NSA__HAS_SIMD128)
-#define NSA__ISA     simd128
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) (void)(x) /* the engine that runs it chooses the registers */
+#define NSA__ISA                 simd128
+#define NSA__BYTES               16
+#define NSA__ROWS                4
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) (void)(x) /* the engine that runs it chooses the registers */
 #endif
 #ifdef NSA__ISA
 
@@ -3826,11 +3826,11 @@ typedef nsa_real NSA__T(memory)
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
-#define NSA__L       1
+#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__HOLD(x) (void)(x)
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
@@ -3943,12 +3943,12 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#ifdef NSA__TIMES_POWER
+#ifdef NSA__SCALEF
     if (sizeof(nsa_real) == sizeof(float)) {
         NSA__V e, p;
-        NSA__WHOLE(e, x);
+        NSA__NEAREST(e, x);
         p = NSA__T(exp2_of_fraction)(x - e);
-        NSA__TIMES_POWER(p, e);
+        NSA__SCALEF(p, e);
         return p;
     }
 #elif NSA__BYTES
@@ -4044,7 +4044,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
-            NSA__HOLD(of_b[j]);
+            NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
@@ -4415,11 +4415,11 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROWS
 #undef NSA__VECTORS
 #undef NSA__TARGET
-#undef NSA__HOLD
+#undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
 #undef NSA__MIN
-#undef NSA__WHOLE
-#undef NSA__TIMES_POWER
+#undef NSA__NEAREST
+#undef NSA__SCALEF
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -4435,14 +4435,14 @@ static const nsa__tiles NSA__T(tiles) = {
 
 /* The machine comes behind the level: with -Os GCC 13 and 14 take a level that follows for the
    end of the machine, and compile vectors as memory. */
-#define NSA__ISA          avx2
-#define NSA__BYTES        32
-#define NSA__ROWS         6
-#define NSA__VECTORS      2
-#define NSA__TARGET       NSA__COMPILED __attribute__((__target__("avx2,fma")))
-#define NSA__HOLD(x)      __asm__("" : "+x"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
-#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__ISA                 avx2
+#define NSA__BYTES               32
+#define NSA__ROWS                6
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED __attribute__((__target__("avx2,fma")))
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
+#define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
 
 #define NSA__PASTE_(a, b) nsa__##a##_##b
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
@@ -4466,11 +4466,11 @@ typedef nsa_real NSA__T(memory)
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
-#define NSA__L       1
+#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__HOLD(x) (void)(x)
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
@@ -4583,12 +4583,12 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#ifdef NSA__TIMES_POWER
+#ifdef NSA__SCALEF
     if (sizeof(nsa_real) == sizeof(float)) {
         NSA__V e, p;
-        NSA__WHOLE(e, x);
+        NSA__NEAREST(e, x);
         p = NSA__T(exp2_of_fraction)(x - e);
-        NSA__TIMES_POWER(p, e);
+        NSA__SCALEF(p, e);
         return p;
     }
 #elif NSA__BYTES
@@ -4684,7 +4684,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
-            NSA__HOLD(of_b[j]);
+            NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
@@ -5055,11 +5055,11 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROWS
 #undef NSA__VECTORS
 #undef NSA__TARGET
-#undef NSA__HOLD
+#undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
 #undef NSA__MIN
-#undef NSA__WHOLE
-#undef NSA__TIMES_POWER
+#undef NSA__NEAREST
+#undef NSA__SCALEF
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -5070,11 +5070,11 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__VECTORS 4
 #define NSA__TARGET \
     NSA__COMPILED __attribute__((__target__("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
-#define NSA__HOLD(x)      __asm__("" : "+v"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
-#define NSA__WHOLE(e, x) \
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
+#define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
+#define NSA__NEAREST(e, x) \
     __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
-#define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#define NSA__SCALEF(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
 
 #define NSA__PASTE_(a, b) nsa__##a##_##b
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
@@ -5098,11 +5098,11 @@ typedef nsa_real NSA__T(memory)
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
-#define NSA__L       1
+#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__HOLD(x) (void)(x)
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
@@ -5215,12 +5215,12 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#ifdef NSA__TIMES_POWER
+#ifdef NSA__SCALEF
     if (sizeof(nsa_real) == sizeof(float)) {
         NSA__V e, p;
-        NSA__WHOLE(e, x);
+        NSA__NEAREST(e, x);
         p = NSA__T(exp2_of_fraction)(x - e);
-        NSA__TIMES_POWER(p, e);
+        NSA__SCALEF(p, e);
         return p;
     }
 #elif NSA__BYTES
@@ -5316,7 +5316,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
-            NSA__HOLD(of_b[j]);
+            NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
@@ -5687,11 +5687,11 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROWS
 #undef NSA__VECTORS
 #undef NSA__TARGET
-#undef NSA__HOLD
+#undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
 #undef NSA__MIN
-#undef NSA__WHOLE
-#undef NSA__TIMES_POWER
+#undef NSA__NEAREST
+#undef NSA__SCALEF
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -5714,7 +5714,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__TARGET \
     NSA__COMPILED   \
     __attribute__((__target__("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
-#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
 #define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
@@ -5724,13 +5724,13 @@ static const nsa__tiles NSA__T(tiles) = {
 #else
 #define NSA__BFDOT __attribute__((__target__("+bf16")))
 #endif
-#define NSA__ISA            bf16
-#define NSA__BYTES          16
-#define NSA__ROWS           6
-#define NSA__VECTORS        4
-#define NSA__TARGET         NSA__COMPILED NSA__BFDOT
-#define NSA__HOLD(x)        __asm__("" : "+w"(x))
-#define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
+#define NSA__ISA                 bf16
+#define NSA__BYTES               16
+#define NSA__ROWS                6
+#define NSA__VECTORS             4
+#define NSA__TARGET              NSA__COMPILED NSA__BFDOT
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+w"(x))
+#define NSA__DOT(sum, a, b)      __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
 #endif
 #ifdef NSA__ISA
 
@@ -5756,11 +5756,11 @@ typedef nsa_real NSA__T(memory)
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
-#define NSA__L       1
+#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__HOLD(x) (void)(x)
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
@@ -5873,12 +5873,12 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#ifdef NSA__TIMES_POWER
+#ifdef NSA__SCALEF
     if (sizeof(nsa_real) == sizeof(float)) {
         NSA__V e, p;
-        NSA__WHOLE(e, x);
+        NSA__NEAREST(e, x);
         p = NSA__T(exp2_of_fraction)(x - e);
-        NSA__TIMES_POWER(p, e);
+        NSA__SCALEF(p, e);
         return p;
     }
 #elif NSA__BYTES
@@ -5974,7 +5974,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
-            NSA__HOLD(of_b[j]);
+            NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
@@ -6345,11 +6345,11 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROWS
 #undef NSA__VECTORS
 #undef NSA__TARGET
-#undef NSA__HOLD
+#undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
 #undef NSA__MIN
-#undef NSA__WHOLE
-#undef NSA__TIMES_POWER
+#undef NSA__NEAREST
+#undef NSA__SCALEF
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -10905,7 +10905,7 @@ typedef struct nsa__decode_job {
     int count;                   /* new tokens of every sequence, at most */
     const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
     int parts;                   /* tasks of a sequence: its kv heads, or 1 */
-    int alone;                   /* 1: there is one task, and it uses all threads */
+    int single_task;             /* 1: there is one task, and it uses all threads */
     int threads;                 /* of a task */
     size_t shared;               /* bytes of workspace for the results */
     size_t bytes;                /* bytes of workspace for a task */
@@ -11049,8 +11049,8 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     if (count <= nsa__batch_queries(all))
         p.parts = all->kv_heads;
     else
-        p.alone = all->batch == 1;
-    if (p.alone) p.threads = threads;
+        p.single_task = all->batch == 1;
+    if (p.single_task) p.threads = threads;
     count = (int)nsa__min(count, all->tokens);
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
     nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
@@ -11064,7 +11064,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
 static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
     nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
     nsa_desc d = cache.desc;
-    if (p.alone) d.threads = 1;
+    if (p.single_task) d.threads = 1;
     return nsa__workspace_bytes(&d, p.shared, p.bytes);
 }
 
@@ -11147,7 +11147,7 @@ static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa
     return NSA_OK;
 }
 
-/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. One task (alone):
+/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. A single task:
    the plan is made for the fewest threads, so that any sufficient workspace passes. The task then
    gets all of the workspace, and the primitives in it use as many threads as fit. */
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
@@ -11157,12 +11157,12 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     NSA__CHECK(nsa__decode_check(x, cache, count, counts));
     nsa_desc d = cache->desc;
     nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
-    if (p.alone) d.threads = 1;
+    if (p.single_task) d.threads = 1;
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
     p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
     team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
-    if (p.alone) { /* the one task gets all of the workspace; its size decides how many threads */
+    if (p.single_task) { /* gets all of the workspace, whose size decides how many threads */
         p.threads = cache->desc.threads;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }

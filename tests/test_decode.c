@@ -704,7 +704,8 @@ static void test_statuses(world *w, int count) {
     put_gates((float *)x.gates.data, (const float *)row_at(&whole->gates, TOKENS, 0, 100), count,
               w->g->kv_heads);
     nsa__decode_job p = nsa__decode_plan(&x, &w->cache, count, 1);
-    CHECK(!p.alone && p.threads == 1, "several sequences: threads take one each, not one together");
+    CHECK(!p.single_task && p.threads == 1,
+          "several sequences: threads take one each, not one together");
     nsa__team team = {1, (char *)w->workspace + p.shared, p.bytes};
     p.results = (nsa__decode_result *)w->workspace;
     p.counts = counts;

@@ -132,7 +132,7 @@ typedef struct nsa__decode_job {
     int count;                   /* new tokens of every sequence, at most */
     const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
     int parts;                   /* tasks of a sequence: its kv heads, or 1 */
-    int alone;                   /* 1: there is one task, and it uses all threads */
+    int single_task;             /* 1: there is one task, and it uses all threads */
     int threads;                 /* of a task */
     size_t shared;               /* bytes of workspace for the results */
     size_t bytes;                /* bytes of workspace for a task */
@@ -276,8 +276,8 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     if (count <= nsa__batch_queries(all))
         p.parts = all->kv_heads;
     else
-        p.alone = all->batch == 1;
-    if (p.alone) p.threads = threads;
+        p.single_task = all->batch == 1;
+    if (p.single_task) p.threads = threads;
     count = (int)nsa__min(count, all->tokens);
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
     nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
@@ -291,7 +291,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
 static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
     nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
     nsa_desc d = cache.desc;
-    if (p.alone) d.threads = 1;
+    if (p.single_task) d.threads = 1;
     return nsa__workspace_bytes(&d, p.shared, p.bytes);
 }
 
@@ -374,7 +374,7 @@ static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa
     return NSA_OK;
 }
 
-/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. One task (alone):
+/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. A single task:
    the plan is made for the fewest threads, so that any sufficient workspace passes. The task then
    gets all of the workspace, and the primitives in it use as many threads as fit. */
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
@@ -384,12 +384,12 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     NSA__CHECK(nsa__decode_check(x, cache, count, counts));
     nsa_desc d = cache->desc;
     nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
-    if (p.alone) d.threads = 1;
+    if (p.single_task) d.threads = 1;
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
     p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
     team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
-    if (p.alone) { /* the one task gets all of the workspace; its size decides how many threads */
+    if (p.single_task) { /* gets all of the workspace, whose size decides how many threads */
         p.threads = cache->desc.threads;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }

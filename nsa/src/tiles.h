@@ -114,10 +114,10 @@ typedef struct nsa__pairs {
 
 /* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
-   registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__HOLD(x) is an empty
-   instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a, b) is
-   x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with <.
-   NSA__WHOLE(e, x) is e = x rounded to whole numbers, and NSA__TIMES_POWER(p, e) p = p 2^e, which
+   registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
+   empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
+   b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
+   <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
    is 0 if e is -inf, even of NaN. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
@@ -128,26 +128,26 @@ typedef struct nsa__pairs {
 
 /* One of these, where there is one: no machine has two. */
 #if defined(NSA__HAS_SSE2)
-#define NSA__ISA     sse2
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#define NSA__ISA                 sse2
+#define NSA__BYTES               16
+#define NSA__ROWS                4
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #elif defined(NSA__HAS_NEON)
-#define NSA__ISA     neon
-#define NSA__BYTES   16
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#define NSA__ISA                 neon
+#define NSA__BYTES               16
+#define NSA__ROWS                6
+#define NSA__VECTORS             4
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+w"(x))
 #elif defined(NSA__HAS_SIMD128)
-#define NSA__ISA     simd128
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) (void)(x) /* the engine that runs it chooses the registers */
+#define NSA__ISA                 simd128
+#define NSA__BYTES               16
+#define NSA__ROWS                4
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) (void)(x) /* the engine that runs it chooses the registers */
 #endif
 #ifdef NSA__ISA
 #include "tiles.inl"
@@ -162,14 +162,14 @@ typedef struct nsa__pairs {
 
 /* The machine comes behind the level: with -Os GCC 13 and 14 take a level that follows for the
    end of the machine, and compile vectors as memory. */
-#define NSA__ISA          avx2
-#define NSA__BYTES        32
-#define NSA__ROWS         6
-#define NSA__VECTORS      2
-#define NSA__TARGET       NSA__COMPILED __attribute__((__target__("avx2,fma")))
-#define NSA__HOLD(x)      __asm__("" : "+x"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
-#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__ISA                 avx2
+#define NSA__BYTES               32
+#define NSA__ROWS                6
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED __attribute__((__target__("avx2,fma")))
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
+#define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
 #include "tiles.inl"
 
 #define NSA__ISA     avx512
@@ -178,11 +178,11 @@ typedef struct nsa__pairs {
 #define NSA__VECTORS 4
 #define NSA__TARGET \
     NSA__COMPILED __attribute__((__target__("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
-#define NSA__HOLD(x)      __asm__("" : "+v"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
-#define NSA__WHOLE(e, x) \
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
+#define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
+#define NSA__NEAREST(e, x) \
     __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
-#define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#define NSA__SCALEF(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
 #include "tiles.inl"
 #endif
 
@@ -202,7 +202,7 @@ typedef struct nsa__pairs {
 #define NSA__TARGET \
     NSA__COMPILED   \
     __attribute__((__target__("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
-#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
 #define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
@@ -212,13 +212,13 @@ typedef struct nsa__pairs {
 #else
 #define NSA__BFDOT __attribute__((__target__("+bf16")))
 #endif
-#define NSA__ISA            bf16
-#define NSA__BYTES          16
-#define NSA__ROWS           6
-#define NSA__VECTORS        4
-#define NSA__TARGET         NSA__COMPILED NSA__BFDOT
-#define NSA__HOLD(x)        __asm__("" : "+w"(x))
-#define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
+#define NSA__ISA                 bf16
+#define NSA__BYTES               16
+#define NSA__ROWS                6
+#define NSA__VECTORS             4
+#define NSA__TARGET              NSA__COMPILED NSA__BFDOT
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+w"(x))
+#define NSA__DOT(sum, a, b)      __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
 #endif
 #ifdef NSA__ISA
 #include "tiles.inl"

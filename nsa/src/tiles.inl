@@ -27,11 +27,11 @@ typedef nsa_real NSA__T(memory)
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
-#define NSA__L       1
+#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__HOLD(x) (void)(x)
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
@@ -147,12 +147,12 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#ifdef NSA__TIMES_POWER /* of any x: -inf gives 0, what is too large gives inf */
+#ifdef NSA__SCALEF /* of any x: -inf gives 0, what is too large gives inf */
     if (sizeof(nsa_real) == sizeof(float)) {
         NSA__V e, p;
-        NSA__WHOLE(e, x);
+        NSA__NEAREST(e, x);
         p = NSA__T(exp2_of_fraction)(x - e);
-        NSA__TIMES_POWER(p, e);
+        NSA__SCALEF(p, e);
         return p;
     }
 #elif NSA__BYTES
@@ -260,7 +260,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
-            NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
+            NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
@@ -658,11 +658,11 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__ROWS
 #undef NSA__VECTORS
 #undef NSA__TARGET
-#undef NSA__HOLD
+#undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
 #undef NSA__MIN
-#undef NSA__WHOLE
-#undef NSA__TIMES_POWER
+#undef NSA__NEAREST
+#undef NSA__SCALEF
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS

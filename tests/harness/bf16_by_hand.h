@@ -45,10 +45,10 @@ NSA__INLINE NSA__COMPILED nsa__by_hand nsa__dot_by_hand(nsa__by_hand sum, nsa__b
     return nsa__by_hand_add(sum, nsa__by_hand_flushed(x << 16), nsa__by_hand_flushed(y << 16));
 }
 
-#define NSA__ISA            bf16
-#define NSA__BYTES          16
-#define NSA__ROWS           4
-#define NSA__VECTORS        2
-#define NSA__TARGET         NSA__COMPILED
-#define NSA__HOLD(x)        __asm__("" : "+x"(x))
-#define NSA__DOT(sum, a, b) (sum) = nsa__dot_by_hand(sum, a, b)
+#define NSA__ISA                 bf16
+#define NSA__BYTES               16
+#define NSA__ROWS                4
+#define NSA__VECTORS             2
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
+#define NSA__DOT(sum, a, b)      (sum) = nsa__dot_by_hand(sum, a, b)
