@@ -95,7 +95,7 @@ def units_are_there():
 
 
 os.environ["ONEDNN_MAX_CPU_ISA"] = CLEAN["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # no units, whatever this processor has
-as_f32 = test_promises("f32", "computed as f32, so fp32 is faster here", {})
+as_f32 = test_promises("f32", "computed as f32, so fp32 is faster here: ", {})
 environment = {"LD_PRELOAD": units} if units != "none" and units_are_there() else {}
 if environment:
     as_bf16 = test_promises("units", "multiplied by this processor's units for bf16", environment)

@@ -6,6 +6,8 @@
 #include "base/threads.h"
 #include "model_test.h"
 #include "ops/gemm.h"
+#include "ops/gemm_bf16.h"
+#include "ops/ops_half.h"
 #include "train/sample.h"
 
 static real *draw(int64_t count, uint64_t seed) {
@@ -474,6 +476,29 @@ static void test_choices(void) {
     CHECK(logits[2] == 3 && logits[3] == 3 && logits[4] == 1, "2 and 4 lie before the window");
 }
 
+/* Who asks for bf16 and gets f32 is told what is missing, and what to install where that helps. */
+static void test_reasons(void) {
+    static const struct {
+        bool built, units;
+        const char *says;
+    } cases[] = {{false, false, "no units"},
+                 {true, false, "no units"},
+                 {false, true, "libdnnl-dev"},
+                 {true, true, "ONEDNN_MAX_CPU_ISA"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *said = gemm_bf16_reason(cases[i].built, cases[i].units);
+        CHECK(strstr(said, cases[i].says), "\"%s\" in \"%s\"", cases[i].says, said);
+    }
+    fault f;
+    ops o;
+    CHECK(ops_cpu_open(&o, 1, &f), "%s", f.text);
+    bool units = nsa_isa_available(NSA_ISA_AVX512_BF16);
+    CHECK(!o.missing == (gemm_bf16_built() || !units), "only what would help is missing");
+    ops_cpu_narrow(&o, NSA_F16);
+    CHECK(strstr(o.speed, "multiplies f16"), "%s", o.speed);
+    ops_cpu_close(&o);
+}
+
 int main(int argc, char **argv) {
     (void)argc;
     threads_wait_asleep(argv);
@@ -490,6 +515,7 @@ int main(int argc, char **argv) {
     test_halves(NSA_F16);
     test_linear(1, 16, 40);
     test_linear(130, 18, 530);
+    test_reasons();
     test_sampling();
     test_as_transformers();
     test_choices();

@@ -17,6 +17,11 @@ enum { GEMM_BF16_PACKED_BYTES = 2 * sizeof(uint16_t) };
 
 /* NULL where there are no such units, no oneDNN, or no memory. */
 gemm_bf16 *gemm_bf16_open(int threads);
+
+/* Whether this build has oneDNN; and why there is none, which hangs on that and on whether the
+   processor has units. */
+bool gemm_bf16_built(void);
+const char *gemm_bf16_reason(bool built, bool units);
 void gemm_bf16_close(gemm_bf16 *g);
 
 /* c (m, n) becomes the product, or has it added (add). c is f32, or bf16 and rounded once. b of

@@ -78,12 +78,13 @@ struct ops {
     const char *name;    /* "cpu" */
     const char *library; /* what multiplies matrices */
     nsa_dtype dtype;
-    const char *speed; /* how linear maps of this dtype are computed; NULL: there is no choice */
-    int packed_bytes;  /* that products keep beside an element of a linear map's weight */
-    int threads;       /* for nsa_desc.threads */
-    bool host_memory;  /* the host may read and write what allocate gives */
-    void *state;       /* the back end's own */
-    void *stream;      /* CUDA: what the operations are launched on */
+    const char *speed;   /* how linear maps of this dtype are computed; NULL: there is no choice */
+    const char *missing; /* NULL, or what would make them faster here */
+    int packed_bytes;    /* that products keep beside an element of a linear map's weight */
+    int threads;         /* for nsa_desc.threads */
+    bool host_memory;    /* the host may read and write what allocate gives */
+    void *state;         /* the back end's own */
+    void *stream;        /* CUDA: what the operations are launched on */
 
     /* Memory. allocate gives zeroed, 64-byte aligned bytes or NULL. */
     void *(*allocate)(const ops *o, size_t bytes);

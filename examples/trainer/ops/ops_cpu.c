@@ -616,6 +616,8 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
     o->state = calloc(1, sizeof(cpu_state));
     if (!o->state) return fault_set(f, "out of memory");
     o->library = gemm_open();
+    if (!gemm_bf16_built() && nsa_isa_available(NSA_ISA_AVX512_BF16))
+        o->missing = gemm_bf16_reason(false, true);
     return true;
 }
 

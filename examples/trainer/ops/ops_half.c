@@ -3,6 +3,7 @@
    products of bf16 are gemm_bf16.h's where the processor has units for them. Twin: ops.h. */
 #include "ops/ops_half.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -302,14 +303,23 @@ static void half_copy_columns(const ops *o, void *to, int64_t to_stride, const v
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
+static const char *say_as_f32(nsa_dtype dtype) {
+    static char text[256];
+    const char *reason =
+        gemm_bf16_reason(gemm_bf16_built(), nsa_isa_available(NSA_ISA_AVX512_BF16));
+    if (dtype != NSA_BF16) reason = "no library here multiplies f16";
+    snprintf(text, sizeof text, "computed as f32, so fp32 is faster here: %s", reason);
+    return text;
+}
+
 void ops_cpu_narrow(ops *o, nsa_dtype dtype) {
     cpu_state *s = o->state;
     s->plain = *o;
     if (dtype == NSA_BF16) s->bf16 = gemm_bf16_open(o->threads);
     o->dtype = dtype;
     o->packed_bytes = s->bf16 ? GEMM_BF16_PACKED_BYTES : 0;
-    o->speed = s->bf16 ? "multiplied by this processor's units for bf16"
-                       : "computed as f32, so fp32 is faster here";
+    o->speed = "multiplied by this processor's units for bf16";
+    if (!s->bf16) o->speed = say_as_f32(dtype);
     o->convert = half_convert;
     o->embed_forward = half_embed_forward;
     o->embed_backward = half_embed_backward;

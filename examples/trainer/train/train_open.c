@@ -217,12 +217,13 @@ static void say_processes(const trainer *t) {
 static void say_what_runs(trainer *t, const checkpoint *k) {
     const model *m = &t->model;
     const config_train *c = &t->config->train;
-    telemetry_say(
-        t->telemetry,
-        "model: %lld parameters, %d layers, attention %.100s, %.0f MiB | %s, %s, %d threads, %s",
-        (long long)m->params.count, m->config.n_layers, t->config->model.attention,
-        (double)m->arena.used / (1 << 20), t->o->name, train_dtype_name(t->o->dtype), t->o->threads,
-        t->o->library);
+    telemetry_say(t->telemetry,
+                  "model: %lld parameters, %d layers, attention %.100s, %.0f MiB | %s, %s, %d "
+                  "threads, %s%s%s",
+                  (long long)m->params.count, m->config.n_layers, t->config->model.attention,
+                  (double)m->arena.used / (1 << 20), t->o->name, train_dtype_name(t->o->dtype),
+                  t->o->threads, t->o->library, t->o->missing ? ": " : "",
+                  t->o->missing ? t->o->missing : "");
     if (t->o->speed)
         telemetry_say(t->telemetry, "runtime.precision: linear maps of %s are %s",
                       train_dtype_name(t->o->dtype), t->o->speed);
