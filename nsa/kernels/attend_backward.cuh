@@ -314,8 +314,8 @@ struct nsa__cuda_reader_index {
 };
 
 /* Starts copying the query of a reader, for the same thread in the next call. */
-NSA__DEVICE void nsa__cuda_reader_ask(int32_t *queries, const nsa__cuda_reader_index &index,
-                                      const nsa__cuda_key_work &work) {
+NSA__DEVICE void nsa__cuda_reader_prefetch(int32_t *queries, const nsa__cuda_reader_index &index,
+                                           const nsa__cuda_key_work &work) {
     if (!work.list) return;
     const bool there = index.reader < work.readers;
     nsa__cp_async<4>(queries + threadIdx.x, there ? work.list + index.reader : work.list,
@@ -356,7 +356,7 @@ nsa__cuda_reader_rows(nsa__cuda_reader_row *table, int32_t *queries,
         index.reader++;
     }
     indices[threadIdx.x] = index;
-    nsa__cuda_reader_ask(queries, index, work);
+    nsa__cuda_reader_prefetch(queries, index, work);
 }
 
 /* A bit for each row of the table that is not finite. */
@@ -446,7 +446,7 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < BLOCK_M) {
         indices[thread] = {thread / params.group, thread % params.group};
-        nsa__cuda_reader_ask(queries, indices[thread], work);
+        nsa__cuda_reader_prefetch(queries, indices[thread], work);
     }
     for (int step = 0; step < 2; step++) {
         nsa__cp_async_commit();

@@ -3,11 +3,11 @@
    Not here: which keys and rows (attend_keys.cuh, attend_key_work.cuh), dq, other architectures.
 
    A thread block keeps a tile of keys and meets every row that reads one of them. The third
-   warpgroup is the producer: it finds the rows, copies them into stages and posts beside each the
-   terms of its rows. The first two are consumers, each with sums of 64 keys in registers. In cmp,
-   win and dense they have 64 keys each and share every stage: a row is then loaded once for 128
-   keys, and nothing is left to add up. A block of slc has readers of its own, so there both have
-   the same 64 keys and take the stages by turns; in the end the first adds the second's sums.
+   warpgroup is the producer: it finds the rows, copies them into stages and publishes beside each
+   the terms of its rows. The first two are consumers, each with sums of 64 keys in registers. In
+   cmp, win and dense they have 64 keys each and share every stage: a row is then loaded once for
+   128 keys, and nothing is left to add up. A block of slc has readers of its own, so there both
+   have the same 64 keys and take the stages by turns; in the end the first adds the second's sums.
 
    Each of a consumer's steps has four products: s = k q^T, dp = v dout^T, dv += p dout, dk += ds q.
    Registers are few, so dp is started when p is there, and p and ds of heads wider than 64 become
@@ -63,7 +63,7 @@ struct alignas(16) nsa__cuda_dkv_range {
     int all_begin, all_end, any_begin, any_end;
 };
 
-/* What the producer posts beside a stage; a pair of rows is what a thread has of a product. */
+/* What the producer publishes beside a stage; a pair of rows is what a thread has of a product. */
 template <int ROWS> struct alignas(16) nsa__cuda_dkv_table {
     float terms[ROWS / 2][4]; /* lse of both, then gate; all are 0 if there is no row */
     int keys[ROWS / 2][4];    /* the first that each sees, then how many */

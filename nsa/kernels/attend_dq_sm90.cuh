@@ -158,14 +158,14 @@ static __global__ void __launch_bounds__(384, 1)
     nsa__cuda_tiles_wait<T, shape::BLOCK_N>();
     if (threadIdx.x >= shape::CONSUMERS) {
         nsa__registers<shape::LESS, false>();
-        nsa__cuda_pipe_commits<shape::LAG> posts = {};
+        nsa__cuda_pipe_commits<shape::LAG> commits = {};
 #pragma unroll 1
         for (int i = 0; i < all.branches - LISTS; i++)
-            nsa__cuda_pipe_produce<false>(posts, pipe, all.branch[i], heads[i], tile_rows);
+            nsa__cuda_pipe_produce<false>(commits, pipe, all.branch[i], heads[i], tile_rows);
         if constexpr (LISTS)
-            nsa__cuda_pipe_produce<true>(posts, pipe, all.branch[all.branches - 1],
+            nsa__cuda_pipe_produce<true>(commits, pipe, all.branch[all.branches - 1],
                                          heads[all.branches - 1], tile_rows);
-        nsa__cuda_pipe_drain(posts, pipe);
+        nsa__cuda_pipe_drain(commits, pipe);
         return;
     }
     nsa__registers<shape::MORE, true>();

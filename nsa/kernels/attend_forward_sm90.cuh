@@ -150,9 +150,9 @@ static __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     if (threadIdx.x >= shape::CONSUMERS) {
         nsa__registers<120, false>();
-        nsa__cuda_pipe_commits<shape::LAG> posts = {};
-        nsa__cuda_pipe_produce<LISTS>(posts, pipe, params, at, tile_rows);
-        nsa__cuda_pipe_drain(posts, pipe);
+        nsa__cuda_pipe_commits<shape::LAG> commits = {};
+        nsa__cuda_pipe_produce<LISTS>(commits, pipe, params, at, tile_rows);
+        nsa__cuda_pipe_drain(commits, pipe);
         return;
     }
     nsa__registers<192, true>();

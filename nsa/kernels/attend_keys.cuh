@@ -96,7 +96,7 @@ struct nsa__cuda_attend_head {
     int64_t row;   /* where the rows of query `first` lie in params.rows */
 };
 
-/* Where the things of a kv head and sequence begin, all heads' one behind the other. */
+/* Where the items of a kv head and sequence begin, all heads' one behind the other. */
 NSA__DEVICE int64_t nsa__cuda_place_in(const nsa__cuda_extent &e, const nsa__cuda_attend_head &at) {
     return at.kv_head * e.total + nsa__cuda_place_of(e, at.b, at.seq);
 }
@@ -206,13 +206,13 @@ NSA__DEVICE nsa__cuda_key_span nsa__cuda_readers_of(const nsa__cuda_attend_param
                                                     const nsa__cuda_attend_head &at, int begin,
                                                     int end) {
     const bool causal = params.d.mask == NSA_MASK_CAUSAL, win = params.branch == NSA__KEYS_WIN;
-    const int64_t reach =
+    const int64_t before =
         static_cast<int64_t>(params.d.window) - (params.d.window_rule == NSA_WINDOW_COUNTS_SELF);
     int64_t first = begin, last = at.seq.tokens;
     if (params.branch == NSA__KEYS_CMP)
         first = static_cast<int64_t>(begin) * params.d.cmp_stride + params.d.cmp_block - 1;
-    if (!causal) first = win ? begin - reach : 0;
-    if (win) last = min(last, end + reach);
+    if (!causal) first = win ? begin - before : 0;
+    if (win) last = min(last, end + before);
     first = max(first, static_cast<int64_t>(at.seq.first));
     last = min(last, static_cast<int64_t>(at.seq.first) + at.seq.count);
     return {static_cast<int>(min(first, last)), static_cast<int>(last)};

@@ -5,7 +5,7 @@
    (attend_keys.cuh).
 
    Three warpgroups share a Q tile of 128 rows. The third is the producer: it walks the key tiles,
-   copies them into stages and posts, beside each, which tile it is. The first two are consumers
+   copies them into stages and publishes beside each which tile it is. The first two are consumers
    with 64 rows each: they multiply and never walk. Barriers in shared memory connect them, so no
    warp waits for the whole thread block. Warpgroups pass over tiles that none of their queries
    reads. The producer also says which warps need no mask, so most turns compute no bounds.
@@ -32,7 +32,7 @@ template <typename T, int DK, int DV, int HELD, int COUNT, bool PAGES> struct ns
     static_assert(LAG >= 1, "a tile would be waited for as soon as it is asked for");
 };
 
-/* What the producer posts beside a stage. */
+/* What the producer publishes beside a stage. */
 struct alignas(16) nsa__cuda_pipe_tile {
     int begin, end;      /* keys; begin < 0: the walk is over */
     uint64_t bad;        /* a bit for each key */
@@ -171,15 +171,15 @@ NSA__DEVICE void nsa__cuda_pipe_name(const nsa__cuda_pipe<Shape> &pipe, int stag
 /* Walks the key tiles of one branch. The last ones stay under way; behind them stands an end. */
 template <bool LISTS, typename Shape>
 NSA__DEVICE void
-nsa__cuda_pipe_produce(nsa__cuda_pipe_commits<Shape::LAG> &posts, const nsa__cuda_pipe<Shape> &pipe,
-                       const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
-                       const nsa__cuda_query_tile &tile_rows) {
+nsa__cuda_pipe_produce(nsa__cuda_pipe_commits<Shape::LAG> &commits,
+                       const nsa__cuda_pipe<Shape> &pipe, const nsa__cuda_attend_params &params,
+                       const nsa__cuda_attend_head &at, const nsa__cuda_query_tile &tile_rows) {
     constexpr int LAG = Shape::LAG, STAGES = Shape::STAGES;
     nsa__cuda_walk_keys<Shape::BLOCK_N, Shape::BLOCK_M, LISTS> walk = {};
     nsa__cuda_walk_begin(walk, params, at, tile_rows);
     const nsa__cuda_pipe_common all = nsa__cuda_pipe_common_of(params, at, tile_rows);
-    for (bool more = true; more; posts.number++) {
-        const int number = posts.number, stage = number % STAGES;
+    for (bool more = true; more; commits.number++) {
+        const int number = commits.number, stage = number % STAGES;
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (number >= STAGES) nsa__mbarrier_wait(pipe.empty + stage, (number / STAGES - 1) & 1);
         if (more)
@@ -187,25 +187,25 @@ nsa__cuda_pipe_produce(nsa__cuda_pipe_commits<Shape::LAG> &posts, const nsa__cud
         nsa__cp_async_commit();
 #pragma unroll
         for (int i = LAG; i > 0; i--)
-            posts.bad[i] = posts.bad[i - 1], posts.begin[i] = posts.begin[i - 1];
-        posts.bad[0] = walk.bad;
-        posts.begin[0] = more ? walk.tile.begin : -1;
-        nsa__cuda_pipe_name<LISTS>(pipe, stage, posts.begin[0], walk, all);
+            commits.bad[i] = commits.bad[i - 1], commits.begin[i] = commits.begin[i - 1];
+        commits.bad[0] = walk.bad;
+        commits.begin[0] = more ? walk.tile.begin : -1;
+        nsa__cuda_pipe_name<LISTS>(pipe, stage, commits.begin[0], walk, all);
         if (number < LAG) continue;
         nsa__cp_async_wait<LAG>();
-        nsa__cuda_pipe_commit(pipe, number - LAG, posts.bad[LAG], posts.begin[LAG]);
+        nsa__cuda_pipe_commit(pipe, number - LAG, commits.bad[LAG], commits.begin[LAG]);
     }
 }
 
 /* Posts what is under way behind the last walk. */
 template <typename Shape>
-NSA__DEVICE void nsa__cuda_pipe_drain(const nsa__cuda_pipe_commits<Shape::LAG> &posts,
+NSA__DEVICE void nsa__cuda_pipe_drain(const nsa__cuda_pipe_commits<Shape::LAG> &commits,
                                       const nsa__cuda_pipe<Shape> &pipe) {
     nsa__cp_async_wait<0>();
 #pragma unroll
     for (int i = Shape::LAG - 1; i >= 0; i--)
-        if (posts.number > i)
-            nsa__cuda_pipe_commit(pipe, posts.number - 1 - i, posts.bad[i], posts.begin[i]);
+        if (commits.number > i)
+            nsa__cuda_pipe_commit(pipe, commits.number - 1 - i, commits.bad[i], commits.begin[i]);
 }
 
 /* ---- Consumers ----------------------------------------------------------------------------- */

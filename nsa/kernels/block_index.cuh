@@ -71,7 +71,7 @@ struct nsa__sequence {
 
 /* Tokens of sequence b that there are rows for. Whatever begins holds, rows stay inside 0 ..
    begins[B] - 1 and lengths inside 0 .. tokens; tables have only so many slots. */
-NSA__DEVICE int nsa__tokens_held(const nsa_desc &d, int b, int *begin) {
+NSA__DEVICE int nsa__tokens_present(const nsa_desc &d, int b, int *begin) {
     int tokens = d.tokens;
     *begin = 0;
     if (d.begins) {
@@ -91,9 +91,10 @@ NSA__DEVICE int nsa__tokens_held(const nsa_desc &d, int b, int *begin) {
 NSA__DEVICE nsa__sequence nsa__sequence_ragged(const nsa_desc &d, int b, int64_t row,
                                                int64_t place) {
     int begin;
-    const int held = nsa__tokens_held(d, b, &begin), first = min(max(d.firsts[b], 0), held);
-    int count = min(max(d.counts[b], 0), held - first);
-    int tokens = d.begins ? held : first + count;
+    const int present = nsa__tokens_present(d, b, &begin),
+              first = min(max(d.firsts[b], 0), present);
+    int count = min(max(d.counts[b], 0), present - first);
+    int tokens = d.begins ? present : first + count;
     if (d.rows) {
         if (!d.begins) tokens = static_cast<int>(min(int64_t(tokens), d.rows - place));
         count = static_cast<int>(min(int64_t(count), d.rows - row));
@@ -125,7 +126,7 @@ NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
     }
     nsa__sequence s = {b, 0, b, 0, 0, d.tokens, d.first, d.count};
     int begin;
-    s.tokens = nsa__tokens_held(d, b, &begin);
+    s.tokens = nsa__tokens_present(d, b, &begin);
     if (d.begins) {
         s.batch = s.key_batch = 0;
         s.row = s.key_row = s.place = begin;
@@ -172,7 +173,7 @@ NSA__DEVICE int64_t nsa__cuda_place_of(const nsa__cuda_extent &e, int b, const n
     return (e.queries ? s.row : s.place) * e.num / e.den + static_cast<int64_t>(b) * e.spare;
 }
 
-/* Thing `local` of sequence b; `each` if the place is none's. */
+/* Item `local` of sequence b; `each` if the place is none's. */
 struct nsa__cuda_item {
     int b;
     int64_t local;
@@ -207,7 +208,7 @@ NSA__DEVICE nsa__cuda_item nsa__cuda_item_at(const nsa_desc &d, const nsa__cuda_
     return {low, local < 0 || local > e.each ? e.each : local};
 }
 
-/* A decoding cache's sequences: tokens held before the step, and new tokens, on the device. */
+/* A decoding cache's sequences: tokens present before the step, and new tokens, on the device. */
 struct nsa__cuda_positions {
     const int2 *of; /* NULL: no decoding, the desc says it all */
 };
@@ -381,7 +382,7 @@ static __global__ void nsa__cmp_begins_kernel(nsa_desc d, int32_t *cmp_begins) {
     for (int b0 = 0; b0 < d.batch; b0 += 32) {
         const int b = b0 + lane;
         int begin;
-        const int blocks = b < d.batch ? nsa__cmp_count(d, nsa__tokens_held(d, b, &begin)) : 0;
+        const int blocks = b < d.batch ? nsa__cmp_count(d, nsa__tokens_present(d, b, &begin)) : 0;
         int end = blocks;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {

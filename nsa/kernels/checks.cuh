@@ -72,14 +72,14 @@ static inline unsigned nsa__cuda_one_dtype(nsa_dtype dtype) {
     }
 
 /* The geometry in which every block list has a kv head of its own, for what makes lists and ranks;
-   keys are then shared by nsa__cuda_key_sharers heads. */
+   keys are then shared by nsa__cuda_lists_per_kv_head heads. */
 static inline nsa_desc nsa__cuda_by_list(const nsa_desc *d) {
     nsa_desc by = *d;
     by.kv_heads = nsa__list_heads(d);
     by.list_heads = 0;
     return by;
 }
-static inline int nsa__cuda_key_sharers(const nsa_desc *d) {
+static inline int nsa__cuda_lists_per_kv_head(const nsa_desc *d) {
     return nsa__list_heads(d) / d->kv_heads;
 }
 
@@ -113,7 +113,7 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);
     if (d->slc_block > 128) return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
     /* a block's reader is a query and which of its lists, in one int32 (nsa__cuda_reader_of) */
-    if (static_cast<int64_t>(d->tokens) * nsa__cuda_key_sharers(d) > INT32_MAX)
+    if (static_cast<int64_t>(d->tokens) * nsa__cuda_lists_per_kv_head(d) > INT32_MAX)
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
 }

@@ -68,7 +68,7 @@ enum { NSA__GEMM_TILE = 64, NSA__GEMM_THREADS = 128, NSA__GEMM_STAGES = 3 };
    elements. Pieces of 16 bytes change places so that ldmatrix reads eight banks. */
 template <typename T, bool ALONG_K> struct nsa__cuda_gemm_tile {
     static constexpr int piece = 16 / sizeof(T);
-    static constexpr int depth = 64 / sizeof(T);
+    static constexpr int block_k = 64 / sizeof(T);
     static constexpr int pieces = ALONG_K ? 4 : 64 / piece; /* of a row */
     static constexpr int step =
         NSA__GEMM_THREADS / pieces; /* rows that one round of copies brings */
@@ -119,7 +119,7 @@ template <typename T, bool ALONG_K> struct nsa__cuda_gemm_loader {
             nsa__cp_async<16>(tile::at(to, row + i * tile::step, p), at < 0 ? data : data + at,
                               at < 0 ? 0 : 16);
         }
-        column += ALONG_K ? tile::depth : 0;
+        column += ALONG_K ? tile::block_k : 0;
         while (ALONG_K && column >= x.width) {
             column -= x.width;
             column_at += x.outer;
@@ -134,7 +134,7 @@ NSA__DEVICE void nsa__cuda_gemm_multiply(float (&acc)[2][4][4], T *a, T *b, int 
     typedef nsa__cuda_gemm_tile<T, B_ALONG_K> b_tile;
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int k = 0; k < a_tile::depth; k += 16) {
+    for (int k = 0; k < a_tile::block_k; k += 16) {
         uint32_t fa[2][4], fb[2][4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -169,7 +169,7 @@ NSA__DEVICE void nsa__cuda_gemm_multiply_f32(float (&acc)[2][4][4], float *a, fl
                                              int n) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4,
               i2 = static_cast<int>(threadIdx.x) % 4 * 2;
-    for (int k = 0; k < nsa__cuda_gemm_tile<float, true>::depth; k++) {
+    for (int k = 0; k < nsa__cuda_gemm_tile<float, true>::block_k; k++) {
         float fa[4], fb[8];
 #pragma unroll
         for (int i = 0; i < 4; i++) fa[i] = nsa__cuda_gemm_element<A_ALONG_K>(a, m + 8 * i + g, k);
@@ -193,7 +193,7 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS, 4)
     nsa__cuda_gemm_kernel(nsa__cuda_operand a, nsa__cuda_operand b, nsa__cuda_gemm_shape s,
                           Done done) {
     NSA_SHARED(uint4, tiles, [NSA__GEMM_STAGES][2][NSA__GEMM_TILE * 4]);
-    constexpr int depth = nsa__cuda_gemm_tile<T, true>::depth;
+    constexpr int block_k = nsa__cuda_gemm_tile<T, true>::block_k;
     const int n_tiles = (s.n - 1) / NSA__GEMM_TILE + 1, m_tiles = (s.m - 1) / NSA__GEMM_TILE + 1;
     int block = static_cast<int>(blockIdx.x);
     const int n0 = block % n_tiles * NSA__GEMM_TILE;
@@ -203,7 +203,7 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS, 4)
     const int m_end = A_ALONG_K && s.limit ? min(s.m, *s.limit) : s.m;
     const int k_end = !A_ALONG_K && s.limit ? min(s.k, *s.limit) : s.k;
     if (m0 >= m_end) return;
-    const int slice = ((s.k - 1) / depth / s.splits + 1) * depth;
+    const int slice = ((s.k - 1) / block_k / s.splits + 1) * block_k;
     const int begin = split * slice, end = min(k_end, begin + slice);
 
     nsa__cuda_gemm_loader<T, A_ALONG_K> from_a;
@@ -218,16 +218,16 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS, 4)
         nsa__cp_async_commit();
     };
     copy(0, begin);
-    copy(1, begin + depth);
+    copy(1, begin + block_k);
 
     float acc[2][4][4] = {};
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int m = warp / 2 * 32, n = warp % 2 * 32;
     int stage = 0;
-    for (int k = begin; k < end; k += depth) {
+    for (int k = begin; k < end; k += block_k) {
         nsa__cp_async_wait<1>();
         __syncthreads();
-        copy((stage + 2) % NSA__GEMM_STAGES, k + 2 * depth);
+        copy((stage + 2) % NSA__GEMM_STAGES, k + 2 * block_k);
         T *ta = reinterpret_cast<T *>(tiles[stage][0]),
           *tb = reinterpret_cast<T *>(tiles[stage][1]);
         if constexpr (sizeof(T) == 4)

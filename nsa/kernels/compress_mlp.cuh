@@ -387,16 +387,16 @@ template <typename T>
 static nsa_status nsa__cuda_mlp_dx(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
                                    const nsa__cuda_mlp_plan *p, cudaStream_t stream) {
     if (!dx->x.data) return NSA_OK;
-    const int columns = d->cmp_stride * x->dim, depth = (p->lead + 1) * x->hidden,
+    const int columns = d->cmp_stride * x->dim, k_length = (p->lead + 1) * x->hidden,
               rows = p->rows - p->lead;
     nsa__cuda_operand dh = nsa__cuda_packed_operand(
         static_cast<T *>(p->dh) + static_cast<int64_t>(p->lead) * x->hidden, p->rows, x->hidden);
     dh.outer = -x->hidden;
-    dh.columns = depth;
+    dh.columns = k_length;
     nsa__cuda_operand w1 = nsa__cuda_parameter_operand(&x->w1, columns);
     w1.modulus = x->hidden;
     w1.jump = columns;
-    const nsa__cuda_gemm_shape shape = {rows, columns, depth, 1, d->kv_heads, p->count + 1};
+    const nsa__cuda_gemm_shape shape = {rows, columns, k_length, 1, d->kv_heads, p->count + 1};
     const nsa__cuda_mlp_dx_done done = {dx->x, p->gather + p->lead, x->dim};
     return nsa__cuda_gemm_run<T, true, false>(dh, w1, shape, done, stream);
 }

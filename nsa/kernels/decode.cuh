@@ -53,9 +53,9 @@ static nsa_tensor nsa__cuda_decode_packed(nsa__arena *a, nsa_dtype dtype, int64_
     return x;
 }
 
-static void nsa__cuda_decode_plan_job(nsa__cuda_decode_params *params, const nsa_desc *d,
-                                      nsa_dtype dtype, nsa__cuda_branch_keys branch,
-                                      nsa__arena *a) {
+static void nsa__cuda_decode_plan_branch(nsa__cuda_decode_params *params, const nsa_desc *d,
+                                         nsa_dtype dtype, nsa__cuda_branch_keys branch,
+                                         nsa__arena *a) {
     *params = {};
     nsa__cuda_branch_plan(params, d, branch);
     nsa__cuda_decode_take(params, dtype, a);
@@ -90,9 +90,9 @@ static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attenti
         bytes = needed > bytes ? needed : bytes;
     }
     p->compress = nsa__cuda_take<char>(a, static_cast<int64_t>(bytes));
-    nsa__cuda_decode_plan_job(&p->of[0], &d, dtype, NSA__KEYS_CMP, a);
-    nsa__cuda_decode_plan_job(&p->of[1], &d, dtype, NSA__KEYS_SLC, a);
-    nsa__cuda_decode_plan_job(&p->of[2], &d, dtype, NSA__KEYS_WIN, a);
+    nsa__cuda_decode_plan_branch(&p->of[0], &d, dtype, NSA__KEYS_CMP, a);
+    nsa__cuda_decode_plan_branch(&p->of[1], &d, dtype, NSA__KEYS_SLC, a);
+    nsa__cuda_decode_plan_branch(&p->of[2], &d, dtype, NSA__KEYS_WIN, a);
     p->select = {};
     p->select.cmp.d = d;
     nsa__cuda_decode_select_take(&p->select, a);

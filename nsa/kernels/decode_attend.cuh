@@ -9,7 +9,7 @@
    their order. Of slc and win a run starts from nothing. Of cmp the logarithm is what selection
    ranks by, and has to have the very bits of attend_forward.cuh's walk from the first tile to the
    last. So a block first goes through its run's keys and leaves every score and the largest of each
-   tile. When the runs before it have told it the largest of theirs, it goes through the values,
+   tile. When the runs before it have published the largest of theirs, it goes through the values,
    from the scores that it has just left, and leaves its sums of p tile by tile, which are added
    just as that walk adds them. Selection reads the same scores.
 
@@ -32,7 +32,7 @@
 #define NSA__DECODE_RUN_KEYS 256
 #endif
 
-/* All ones: no run has told its largest score, and no block has begun. */
+/* All ones: no run has published its largest score, and no block has started. */
 enum : uint32_t { NSA__DECODE_UNPUBLISHED = 0xffffffffu };
 
 /* The base's desc has first and count: a slice of the step's tokens. */
@@ -40,22 +40,22 @@ struct nsa__cuda_decode_params : nsa__cuda_branch {
     nsa__cuda_positions positions;
     int words; /* of `bad`, of each sequence and kv head */
     int ring;
-    int keys;          /* of a tile */
-    int key_tiles;     /* of a query, at most */
-    int per_split;     /* tiles of a run */
-    int splits;        /* runs of a query, at most */
-    int parts;         /* blocks for the heads of a group */
-    int64_t score_row; /* cmp: from the scores of a row to the next one's */
-    float *scores;     /* cmp: (rows, keys), unscaled; a row is (b, query, head) */
-    float *tile_most;  /* cmp: (rows, key_tiles); inf: a value was not finite */
-    float *sums;       /* cmp: (rows, key_tiles, 4), a quad's four shares; else (rows, runs) */
-    float *most;       /* (rows, runs): -inf: no key; inf: a value was not finite */
-    void *out;         /* (rows, runs, Dv), by nsa__cuda_part_store, in `units` */
-    float *units;      /* (rows, runs) */
-    uint32_t *begun;   /* cmp: blocks that have begun, from NSA__DECODE_UNPUBLISHED on */
-    uint32_t *told;    /* cmp: behind it, (rows, runs): nsa__cuda_decode_publish */
-    float2 *totals;    /* cmp: (rows): the largest score, inf as above, and the sum of p */
-    int64_t *reads;    /* of the branch, of sequence 0; NULL: not counted */
+    int keys;            /* of a tile */
+    int key_tiles;       /* of a query, at most */
+    int run_tiles;       /* tiles of a run */
+    int runs;            /* runs of a query, at most */
+    int parts;           /* blocks for the heads of a group */
+    int64_t score_row;   /* cmp: from the scores of a row to the next one's */
+    float *scores;       /* cmp: (rows, keys), unscaled; a row is (b, query, head) */
+    float *tile_most;    /* cmp: (rows, key_tiles); inf: a value was not finite */
+    float *sums;         /* cmp: (rows, key_tiles, 4), a quad's four shares; else (rows, runs) */
+    float *most;         /* (rows, runs): -inf: no key; inf: a value was not finite */
+    void *out;           /* (rows, runs, Dv), by nsa__cuda_part_store, in `units` */
+    float *units;        /* (rows, runs) */
+    uint32_t *started;   /* cmp: blocks that have started, from NSA__DECODE_UNPUBLISHED on */
+    uint32_t *published; /* cmp: behind it, (rows, runs): nsa__cuda_decode_publish */
+    float2 *totals;      /* cmp: (rows): the largest score, inf as above, and the sum of p */
+    int64_t *reads;      /* of the branch, of sequence 0; NULL: not counted */
 };
 
 /* Key tiles of KEYS, at most, and how they are shared out. */
@@ -68,8 +68,8 @@ static void nsa__cuda_decode_share(nsa__cuda_decode_params *params, int keys) {
     if (params->branch == NSA__KEYS_WIN) tiles = window / keys + 2;
     params->keys = keys;
     params->key_tiles = static_cast<int>(tiles > 1 ? tiles : 1);
-    params->per_split = NSA__DECODE_RUN_KEYS > keys ? NSA__DECODE_RUN_KEYS / keys : 1;
-    params->splits = static_cast<int>(nsa__cuda_ceil_div(params->key_tiles, params->per_split));
+    params->run_tiles = NSA__DECODE_RUN_KEYS > keys ? NSA__DECODE_RUN_KEYS / keys : 1;
+    params->runs = static_cast<int>(nsa__cuda_ceil_div(params->key_tiles, params->run_tiles));
 }
 
 /* Scores of a row: whole tiles of 64. */
@@ -81,25 +81,25 @@ static int64_t nsa__cuda_decode_scores(const nsa_desc *d) {
 static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa_dtype dtype, nsa__arena *a) {
     const nsa_desc *d = &params->d;
     const int64_t rows = static_cast<int64_t>(d->batch) * d->count * d->heads;
-    int64_t tiles = 0, splits = 0;
+    int64_t tiles = 0, runs = 0;
     for (int keys = 8; keys <= 64; keys *= 2) {
         nsa__cuda_decode_share(params, keys);
         tiles = params->key_tiles > tiles ? params->key_tiles : tiles;
-        splits = params->splits > splits ? params->splits : splits;
+        runs = params->runs > runs ? params->runs : runs;
     }
     const bool cmp = params->branch == NSA__KEYS_CMP;
     params->score_row = cmp ? nsa__cuda_decode_scores(d) : 0;
     params->scores = nsa__cuda_take<float>(a, rows * params->score_row);
     params->tile_most = nsa__cuda_take<float>(a, cmp ? rows * tiles : 0);
     params->totals = cmp ? nsa__cuda_take<float2>(a, rows) : NULL;
-    params->sums = nsa__cuda_take<float>(a, rows * (cmp ? 4 * tiles : splits));
-    params->most = nsa__cuda_take<float>(a, rows * splits);
-    params->units = nsa__cuda_take<float>(a, rows * splits);
+    params->sums = nsa__cuda_take<float>(a, rows * (cmp ? 4 * tiles : runs));
+    params->most = nsa__cuda_take<float>(a, rows * runs);
+    params->units = nsa__cuda_take<float>(a, rows * runs);
     params->out = nsa__cuda_take<char>(
-        a, rows * splits * d->dim_v *
+        a, rows * runs * d->dim_v *
                static_cast<int64_t>(nsa__dtype_bytes(nsa__cuda_part_dtype(dtype))));
-    params->begun = cmp ? nsa__cuda_take<uint32_t>(a, 1 + rows * splits) : NULL;
-    params->told = params->begun ? params->begun + 1 : NULL;
+    params->started = cmp ? nsa__cuda_take<uint32_t>(a, 1 + rows * runs) : NULL;
+    params->published = params->started ? params->started + 1 : NULL;
 }
 
 /* What a block works on. */
@@ -107,15 +107,16 @@ struct nsa__cuda_decode_block {
     nsa__cuda_attend_head at;
     nsa__cuda_query_tile rows;
     nsa__cuda_key_span keys;
-    int split, part;
+    int run, part;
 };
 
-/* Run `split` of the index-th query's or, of many heads, of a part of them. */
+/* Run `run_index` of the index-th query's or, of many heads, of a part of them. */
 NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_decode_params &params,
-                                                             unsigned index, int split, int held) {
+                                                             unsigned index, int run_index,
+                                                             int row_count) {
     nsa__cuda_decode_block block;
     const nsa_desc &d = params.d;
-    block.split = split;
+    block.run = run_index;
     block.part = static_cast<int>(index % static_cast<unsigned>(params.parts));
     index /= static_cast<unsigned>(params.parts);
     const int row = static_cast<int>(index % static_cast<unsigned>(d.count));
@@ -130,7 +131,8 @@ NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_dec
     at.words = static_cast<int64_t>(pair) * params.words;
     at.row = 0;
     const int query = at.seq.first + row;
-    block.rows = {query, block.part * held, row < at.seq.count ? query + 1 : query, -1, nullptr};
+    block.rows = {query, block.part * row_count, row < at.seq.count ? query + 1 : query, -1,
+                  nullptr};
     block.keys = nsa__cuda_keys_of(params, at.seq.tokens, block.rows.first);
     return block;
 }
@@ -145,9 +147,9 @@ NSA__DEVICE int nsa__cuda_decode_tiles(const nsa__cuda_decode_params &params,
 /* The tiles of a block's run; none if there is no such query. */
 NSA__DEVICE nsa__cuda_key_span nsa__cuda_decode_run_of(const nsa__cuda_decode_params &params,
                                                        const nsa__cuda_decode_block &block) {
-    const int first = block.split * params.per_split;
+    const int first = block.run * params.run_tiles;
     if (block.rows.first >= block.rows.end) return {first, first};
-    return {first, min(first + params.per_split, nsa__cuda_decode_tiles(params, block.keys))};
+    return {first, min(first + params.run_tiles, nsa__cuda_decode_tiles(params, block.keys))};
 }
 
 template <int KEYS>
@@ -201,7 +203,7 @@ NSA__DEVICE void nsa__cuda_decode_leave_none(const nsa__cuda_decode_params &para
                                              const nsa__cuda_decode_block &block) {
     const int r = static_cast<int>(threadIdx.x);
     const int64_t row = r < ROWS ? nsa__cuda_decode_row(params, block, r) : -1;
-    if (row >= 0) params.most[row * params.splits + block.split] = -INFINITY;
+    if (row >= 0) params.most[row * params.runs + block.run] = -INFINITY;
 }
 
 /* Starts copying the query's rows of q. */
@@ -231,9 +233,13 @@ template <typename T, int DK, int DV, int HOPPER>
 struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64> {
     using shape = nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64>;
     static constexpr int THREADS = 32 * shape::WARPS;
-    static constexpr int CMP_STAGE = shape::STAGE * (DK > DV ? DK : DV); /* of k or of v */
-    static constexpr int CMP_BYTES =
-        static_cast<int>(sizeof(T)) * (DK * shape::TILE + 2 * CMP_STAGE);
+};
+
+/* The shared memory of cmp, where a stage has keys or values. */
+template <typename T, int DK, int DV, int HOPPER = NSA__HOPPER> struct nsa__cuda_decode_memory {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, HOPPER>;
+    T q[shape::TILE * DK];
+    T stage[2][shape::STAGE * (DK > DV ? DK : DV)];
 };
 
 /* ---- cmp: scores, then values ---------------------------------------------------------------- */
@@ -275,52 +281,55 @@ struct nsa__cuda_decode_walk {
 
 /* Starts copying tile n. */
 template <typename T, int DK, int DV, bool OF_V>
-NSA__DEVICE void nsa__cuda_decode_walk_to(nsa__cuda_decode_walk &walk, T *stages,
+NSA__DEVICE void nsa__cuda_decode_walk_to(nsa__cuda_decode_walk &walk,
+                                          nsa__cuda_decode_memory<T, DK, DV> &memory,
                                           const nsa__cuda_decode_params &params,
                                           const nsa__cuda_decode_block &block, int n) {
     using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
     walk.next = nsa__cuda_decode_tile<shape::STAGE>(params, block, nullptr, n);
     nsa__cuda_decode_copy<T, (OF_V ? DV : DK), shape::STAGE, shape::THREADS>(
-        stages + walk.stage * shape::CMP_STAGE, params, block, walk.next,
-        OF_V ? params.x.v : params.x.k, OF_V ? params.d.dim_v : params.d.dim);
+        memory.stage[walk.stage], params, block, walk.next, OF_V ? params.x.v : params.x.k,
+        OF_V ? params.d.dim_v : params.d.dim);
 }
 
 /* Waits for tile n of a run that ends with tile end - 1, and starts copying the one behind it. Keys
    that are not finite stay as they are, because all rows of the block see them and end as NaN. */
 template <typename T, int DK, int DV, bool OF_V>
-NSA__DEVICE T *nsa__cuda_decode_turn(nsa__cuda_decode_walk &walk, T *stages,
-                                     const nsa__cuda_decode_params &params,
-                                     const nsa__cuda_decode_block &block, int n, int end) {
+NSA__DEVICE T *nsa__cuda_decode_advance(nsa__cuda_decode_walk &walk,
+                                        nsa__cuda_decode_memory<T, DK, DV> &memory,
+                                        const nsa__cuda_decode_params &params,
+                                        const nsa__cuda_decode_block &block, int n, int end) {
     using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
-    T *const rows = stages + walk.stage * shape::CMP_STAGE;
+    T *const rows = memory.stage[walk.stage];
     /* this stage is there, and nobody reads the other one any more */
     nsa__cuda_tiles_wait<T, shape::STAGE>();
     walk.stage ^= 1;
-    if (n + 1 < end) nsa__cuda_decode_walk_to<T, DK, DV, OF_V>(walk, stages, params, block, n + 1);
+    if (n + 1 < end) nsa__cuda_decode_walk_to<T, DK, DV, OF_V>(walk, memory, params, block, n + 1);
     nsa__cp_async_commit();
     return rows;
 }
 
 /* The scores of a run, and in `most` the largest of each of the thread's rows. */
 template <typename T, int DK, int DV>
-NSA__DEVICE void nsa__cuda_decode_scan(float (&most)[2], nsa__cuda_decode_walk &walk, T *q,
-                                       T *stages, const nsa__cuda_decode_params &params,
+NSA__DEVICE void nsa__cuda_decode_scan(float (&most)[2], nsa__cuda_decode_walk &walk,
+                                       nsa__cuda_decode_memory<T, DK, DV> &memory,
+                                       const nsa__cuda_decode_params &params,
                                        const nsa__cuda_decode_block &block,
                                        const nsa__cuda_key_span &run, const int64_t (&row)[2]) {
     using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int ROWS = shape::TILE, KEYS = shape::STAGE;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
-    const uint32_t bad_rows = nsa__cuda_tile_clean<T, DK, ROWS>(q, warp_row);
+    const uint32_t bad_rows = nsa__cuda_tile_clean<T, DK, ROWS>(memory.q, warp_row);
     for (int n = run.begin; n < run.end; n++) {
         const nsa__cuda_key_tile tile = walk.next;
         T *const k =
-            nsa__cuda_decode_turn<T, DK, DV, false>(walk, stages, params, block, n, run.end);
+            nsa__cuda_decode_advance<T, DK, DV, false>(walk, memory, params, block, n, run.end);
         if (!nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true)) continue;
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         const nsa__cuda_key_span seen[2] = {span, span};
         const bool bad_key = (nsa__cuda_key_span_bits(span) & tile.bad) != 0;
         float s[KEYS / 8][4];
-        nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
+        nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, memory.q, warp_row, k);
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -339,16 +348,16 @@ NSA__DEVICE void nsa__cuda_decode_scan(float (&most)[2], nsa__cuda_decode_walk &
    The word is the message, so no other memory has to be ordered with it. A run waits for none
    that begins later, because blocks take their runs in the order in which they begin. */
 NSA__DEVICE void nsa__cuda_decode_publish(const nsa__cuda_decode_params &params, int64_t row,
-                                          int split, float most) {
+                                          int run_index, float most) {
     if (row >= 0 && threadIdx.x % 4 == 0)
-        atomicExch(params.told + row * params.splits + split, __float_as_uint(most));
+        atomicExch(params.published + row * params.runs + run_index, __float_as_uint(most));
 }
 NSA__DEVICE float nsa__cuda_decode_most_before(const nsa__cuda_decode_params &params, int64_t row,
-                                               int split) {
+                                               int run_index) {
     float most = -INFINITY;
-    for (int r = static_cast<int>(threadIdx.x) % 4; r < split && row >= 0; r += 4) {
+    for (int r = static_cast<int>(threadIdx.x) % 4; r < run_index && row >= 0; r += 4) {
         uint32_t word;
-        do word = atomicOr(params.told + row * params.splits + r, 0u);
+        do word = atomicOr(params.published + row * params.runs + r, 0u);
         while (word == NSA__DECODE_UNPUBLISHED);
         most = fmaxf(most, __uint_as_float(word));
     }
@@ -357,14 +366,14 @@ NSA__DEVICE float nsa__cuda_decode_most_before(const nsa__cuda_decode_params &pa
 
 /* What a run leaves of its rows. */
 template <typename T, int N>
-NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params, int split,
+NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params, int run_index,
                                         const nsa__cuda_forward_rows &rows,
                                         const float (&out)[N][4], const int64_t (&row)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float unit = nsa__cuda_part_unit<T>(out, h);
         if (row[h] < 0) continue;
-        const int64_t run = row[h] * params.splits + split;
+        const int64_t run = row[h] * params.runs + run_index;
         nsa__cuda_part_store<T>(params.out, run, params.d.dim_v, unit, out, h);
         if (threadIdx.x % 4 == 0) {
             params.most[run] = rows.bad[h] && rows.most[h] != -INFINITY ? INFINITY : rows.most[h];
@@ -387,11 +396,11 @@ NSA__DEVICE void nsa__cuda_decode_add(float (&out)[DV / 8][4], const float (&p)[
 
 /* p v of a run, from the scores that the same threads left; rows.most is the largest before it. */
 template <typename T, int DK, int DV>
-NSA__DEVICE void nsa__cuda_decode_values(nsa__cuda_forward_rows &rows, float (&out)[DV / 8][4],
-                                         nsa__cuda_decode_walk &walk, T *stages,
-                                         const nsa__cuda_decode_params &params,
-                                         const nsa__cuda_decode_block &block,
-                                         const nsa__cuda_key_span &run, const int64_t (&row)[2]) {
+NSA__DEVICE void
+nsa__cuda_decode_values(nsa__cuda_forward_rows &rows, float (&out)[DV / 8][4],
+                        nsa__cuda_decode_walk &walk, nsa__cuda_decode_memory<T, DK, DV> &memory,
+                        const nsa__cuda_decode_params &params, const nsa__cuda_decode_block &block,
+                        const nsa__cuda_key_span &run, const int64_t (&row)[2]) {
     constexpr int KEYS = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::STAGE;
     for (int n = run.begin; n < run.end; n++) {
         const nsa__cuda_key_tile tile = walk.next;
@@ -407,7 +416,7 @@ NSA__DEVICE void nsa__cuda_decode_values(nsa__cuda_forward_rows &rows, float (&o
                     s[c][2 * h + 1] = pair.y;
                 }
         T *const v =
-            nsa__cuda_decode_turn<T, DK, DV, true>(walk, stages, params, block, n, run.end);
+            nsa__cuda_decode_advance<T, DK, DV, true>(walk, memory, params, block, n, run.end);
         if (!nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true)) continue;
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         const nsa__cuda_key_span none = {0, 0};
@@ -429,16 +438,17 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
     using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int ROWS = shape::TILE;
     NSA_SHARED_ALL(shared);
-    T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
+    auto &memory = *reinterpret_cast<nsa__cuda_decode_memory<T, DK, DV> *>(shared);
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
 
     NSA_SHARED(nsa__cuda_decode_block, block, );
-    static_assert(nsa__cuda_shared_fits<shape::CMP_BYTES, sizeof block>::value);
+    static_assert(
+        nsa__cuda_shared_fits<sizeof(nsa__cuda_decode_memory<T, DK, DV>), sizeof block>::value);
     if (threadIdx.x == 0) {
-        const unsigned splits = static_cast<unsigned>(params.splits);
-        const unsigned number = atomicAdd(params.begun, 1u) - NSA__DECODE_UNPUBLISHED;
-        block = nsa__cuda_decode_block_of(params, number / splits,
-                                          static_cast<int>(number % splits), ROWS);
+        const unsigned runs = static_cast<unsigned>(params.runs);
+        const unsigned number = atomicAdd(params.started, 1u) - NSA__DECODE_UNPUBLISHED;
+        block =
+            nsa__cuda_decode_block_of(params, number / runs, static_cast<int>(number % runs), ROWS);
     }
     __syncthreads();
     const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
@@ -447,8 +457,8 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
         return;
     }
     nsa__cuda_decode_walk walk = {};
-    nsa__cuda_decode_copy_q<T, DK, ROWS, shape::THREADS>(q, params, block);
-    nsa__cuda_decode_walk_to<T, DK, DV, false>(walk, stages, params, block, run.begin);
+    nsa__cuda_decode_copy_q<T, DK, ROWS, shape::THREADS>(memory.q, params, block);
+    nsa__cuda_decode_walk_to<T, DK, DV, false>(walk, memory, params, block, run.begin);
     nsa__cp_async_commit();
     nsa__cp_async_wait<0>();
     __syncthreads();
@@ -456,16 +466,16 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
                             nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
     nsa__cuda_forward_rows rows = {};
     float most[2] = {-INFINITY, -INFINITY}, out[DV / 8][4] = {};
-    nsa__cuda_decode_scan<T, DK, DV>(most, walk, q, stages, params, block, run, row);
-    nsa__cuda_decode_walk_to<T, DK, DV, true>(walk, stages, params, block, run.begin);
+    nsa__cuda_decode_scan<T, DK, DV>(most, walk, memory, params, block, run, row);
+    nsa__cuda_decode_walk_to<T, DK, DV, true>(walk, memory, params, block, run.begin);
     nsa__cp_async_commit();
 #pragma unroll
-    for (int h = 0; h < 2; h++) nsa__cuda_decode_publish(params, row[h], block.split, most[h]);
+    for (int h = 0; h < 2; h++) nsa__cuda_decode_publish(params, row[h], block.run, most[h]);
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        rows.most[h] = nsa__cuda_decode_most_before(params, row[h], block.split);
-    nsa__cuda_decode_values<T, DK, DV>(rows, out, walk, stages, params, block, run, row);
-    nsa__cuda_decode_leave<T>(params, block.split, rows, out, row);
+        rows.most[h] = nsa__cuda_decode_most_before(params, row[h], block.run);
+    nsa__cuda_decode_values<T, DK, DV>(rows, out, walk, memory, params, block, run, row);
+    nsa__cuda_decode_leave<T>(params, block.run, rows, out, row);
     nsa__cuda_decode_count(params, block,
                            min(run.end * shape::STAGE, block.keys.end) - run.begin * shape::STAGE);
 }
@@ -509,15 +519,16 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
     NSA_SHARED_ALL(shared);
     T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
-    const int splits = both.of[0].splits + both.of[1].splits;
-    const int split = static_cast<int>(blockIdx.x) % splits, second = split >= both.of[0].splits;
+    const int runs = both.of[0].runs + both.of[1].runs;
+    const int run_index = static_cast<int>(blockIdx.x) % runs,
+              second = run_index >= both.of[0].runs;
     const nsa__cuda_decode_params &params = both.of[second];
 
     NSA_SHARED(nsa__cuda_decode_block, block, );
     static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof block>::value);
     if (threadIdx.x == 0)
-        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(splits),
-                                          split - second * both.of[0].splits, ROWS);
+        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(runs),
+                                          run_index - second * both.of[0].runs, ROWS);
     __syncthreads();
     const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
     if (run.begin >= run.end) {
@@ -578,9 +589,9 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float sum = nsa__cuda_quad_sum(rows.sum[h]);
-        if (row[h] >= 0 && lane % 4 == 0) params.sums[row[h] * params.splits + block.split] = sum;
+        if (row[h] >= 0 && lane % 4 == 0) params.sums[row[h] * params.runs + block.run] = sum;
     }
-    nsa__cuda_decode_leave<T>(params, block.split, rows, out, row);
+    nsa__cuda_decode_leave<T>(params, block.run, rows, out, row);
     nsa__cuda_decode_count(params, block, read);
 }
 

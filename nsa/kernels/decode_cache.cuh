@@ -116,8 +116,9 @@ enum {
 };
 
 /* Whether the rings still hold what leads to `length`. */
-NSA__DEVICE bool nsa__cuda_cache_holds(int newest, int held, int max_rewind, int length) {
-    return length <= held && (length == 0 || length >= static_cast<int64_t>(newest) - max_rewind);
+NSA__DEVICE bool nsa__cuda_cache_holds(int newest, int present, int max_rewind, int length) {
+    return length <= present &&
+           (length == 0 || length >= static_cast<int64_t>(newest) - max_rewind);
 }
 
 static __global__ void nsa__cuda_cache_rewind_kernel(nsa_cache cache, int sequence, int length,
@@ -249,7 +250,7 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
 /* What a step knows of its sequences, on the device. Blocks that it completes are compressed from
    a copy of their rows that has no ring: packed sequences, as compress.cuh takes them. */
 struct nsa__cuda_decode_step {
-    int2 *positions;     /* B: tokens held before, new tokens; all 0 where the step is refused */
+    int2 *positions;     /* B: tokens present before, new tokens; all 0 where the step is refused */
     int32_t *begins;     /* B + 1: where a sequence's rows begin in the copy */
     int32_t *cmp_begins; /* B + 1: likewise its compressed rows */
 };
@@ -259,9 +260,9 @@ struct nsa__cuda_new_blocks {
     int first, count;
 };
 
-NSA__DEVICE nsa__cuda_new_blocks nsa__cuda_new_blocks_of(const nsa_desc &d, int2 place) {
-    const int first = nsa__cmp_count(d, place.x);
-    return {first, nsa__cmp_count(d, place.x + place.y) - first};
+NSA__DEVICE nsa__cuda_new_blocks nsa__cuda_new_blocks_of(const nsa_desc &d, int2 position) {
+    const int first = nsa__cmp_count(d, position.x);
+    return {first, nsa__cmp_count(d, position.x + position.y) - first};
 }
 
 /* Why the sequence cannot take its new tokens; 0: it can. */
@@ -286,28 +287,28 @@ NSA__DEVICE nsa_status nsa__cuda_step_refusal(const nsa_cache &cache, int count,
     return NSA_OK;
 }
 
-NSA__DEVICE int2 nsa__cuda_step_place(const nsa_cache &cache, int b, int count,
-                                      const int32_t *counts, nsa_status refused) {
+NSA__DEVICE int2 nsa__cuda_step_position(const nsa_cache &cache, int b, int count,
+                                         const int32_t *counts, nsa_status refused) {
     return refused ? make_int2(0, 0) : make_int2(cache.lengths[b], counts ? counts[b] : count);
 }
 
-/* Places, begins and zeroed reads, for the kernels behind. By one warp. */
-NSA__DEVICE void nsa__cuda_step_places(const nsa_cache &cache, int count, const int32_t *counts,
-                                       nsa_status refused, const nsa__cuda_decode_step &step,
-                                       nsa_reads *reads) {
+/* Positions, begins and zeroed reads, for the kernels behind. By one warp. */
+NSA__DEVICE void nsa__cuda_step_positions(const nsa_cache &cache, int count, const int32_t *counts,
+                                          nsa_status refused, const nsa__cuda_decode_step &step,
+                                          nsa_reads *reads) {
     const int lane = static_cast<int>(threadIdx.x), batch = cache.desc.batch;
     const nsa_desc &d = cache.desc;
     int rows = 0, blocks = 0;
     for (int base = 0; base < batch; base += 32) {
         const int b = base + lane;
-        int2 place = make_int2(0, 0);
-        if (b < batch) place = nsa__cuda_step_place(cache, b, count, counts, refused);
-        const int made = nsa__cuda_new_blocks_of(d, place).count;
+        int2 position = make_int2(0, 0);
+        if (b < batch) position = nsa__cuda_step_position(cache, b, count, counts, refused);
+        const int made = nsa__cuda_new_blocks_of(d, position).count;
         const int staged = made ? (made - 1) * d.cmp_stride + d.cmp_block : 0;
         const int rows_end = rows + nsa__cuda_inclusive_sum(staged);
         const int blocks_end = blocks + nsa__cuda_inclusive_sum(made);
         if (b < batch) {
-            step.positions[b] = place;
+            step.positions[b] = position;
             step.begins[b + 1] = rows_end;
             step.cmp_begins[b + 1] = blocks_end;
             if (reads && !refused) reads[b].cmp = reads[b].slc = reads[b].win = 0;
@@ -397,15 +398,15 @@ nsa__cuda_decode_append_kernel(const NSA_GRID_CONSTANT nsa_cache cache,
     const int b = pair / d.kv_heads, head = pair % d.kv_heads;
     const nsa_status refused = nsa__cuda_step_refusal(cache, count, counts);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 32) {
-        nsa__cuda_step_places(cache, count, counts, refused, step, reads);
+        nsa__cuda_step_positions(cache, count, counts, refused, step, reads);
         if (verdict && threadIdx.x == 0) *verdict = refused;
     }
-    const int2 place = nsa__cuda_step_place(cache, b, count, counts, refused);
-    nsa__cuda_decode_put(d, input.rows, pair, place.x, place.x + place.y, bad,
+    const int2 position = nsa__cuda_step_position(cache, b, count, counts, refused);
+    nsa__cuda_decode_put(d, input.rows, pair, position.x, position.x + position.y, bad,
                          [&](int which, int key, int c, float(&value)[8]) {
                              const nsa_tensor &from = input.from[which];
                              nsa__load8(value, from.dtype,
-                                        nsa__row_at(from, b, key - place.x, head), c);
+                                        nsa__row_at(from, b, key - position.x, head), c);
                          });
 }
 

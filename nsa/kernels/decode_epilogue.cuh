@@ -12,7 +12,7 @@
 /* What the runs of a branch left, and where it goes. */
 struct nsa__cuda_decode_runs {
     nsa_tensor out, lse;
-    int splits;
+    int count;
     const float *most, *sums, *units;
     const char *parts;
     nsa_dtype dtype;      /* of parts */
@@ -30,9 +30,9 @@ struct nsa__cuda_decode_finish {
 
 /* What a row's runs of slc or win amount to: the largest score, inf if a value was not finite. */
 NSA__DEVICE float2 nsa__cuda_decode_add_runs(const nsa__cuda_decode_runs &runs, int64_t row) {
-    const float *most = runs.most + row * runs.splits, *sums = runs.sums + row * runs.splits;
+    const float *most = runs.most + row * runs.count, *sums = runs.sums + row * runs.count;
     float2 total = make_float2(-INFINITY, 0);
-    for (int r = 0; r < runs.splits; r++) {
+    for (int r = 0; r < runs.count; r++) {
         if (most[r] == -INFINITY) continue; /* without keys */
         const float now = fmaxf(total.x, most[r]);
         total.y =
@@ -52,8 +52,8 @@ NSA__DEVICE void nsa__cuda_decode_combine(float (&value)[8], const nsa__cuda_dec
     const float inverse = total.y == 0 ? 0.0f : 1.0f / total.y;
 #pragma unroll
     for (int c = 0; c < 8; c++) value[c] = 0.0f;
-    for (int r = 0; r < runs.splits && !bad; r++) {
-        const int64_t run = row * runs.splits + r;
+    for (int r = 0; r < runs.count && !bad; r++) {
+        const int64_t run = row * runs.count + r;
         const float most = runs.most[run];
         if (most == -INFINITY) continue;
         const float share = nsa__cuda_shrink(most, total.x) * runs.units[run];
@@ -79,10 +79,10 @@ static __global__ void __launch_bounds__(NSA__TEAM_THREADS, 2)
     const nsa_desc &d = finish.d;
     if (blockIdx.x == 0 && finish.lengths)
         for (int b = static_cast<int>(threadIdx.x); b < d.batch; b += NSA__TEAM_THREADS) {
-            const int2 place = finish.positions.of[b];
-            if (place.y == 0) continue;
-            finish.lengths[b] = place.x + place.y;
-            finish.newest[b] = max(finish.newest[b], place.x + place.y);
+            const int2 position = finish.positions.of[b];
+            if (position.y == 0) continue;
+            finish.lengths[b] = position.x + position.y;
+            finish.newest[b] = max(finish.newest[b], position.x + position.y);
         }
     const nsa__cuda_team_place p =
         nsa__cuda_team_place_of(d, finish.teams, d.heads, finish.positions);
@@ -111,13 +111,13 @@ struct nsa__cuda_decode_branches {
     nsa__cuda_decode_params *of;
 };
 
-/* Blocks for `splits` runs of every query and kv head; `held` rows to a block. */
-static nsa_status nsa__cuda_decode_grid(nsa__cuda_decode_params *params, int held, int splits,
+/* Blocks for `runs` runs of every query and kv head; `row_count` rows to a block. */
+static nsa_status nsa__cuda_decode_grid(nsa__cuda_decode_params *params, int row_count, int runs,
                                         dim3 *grid) {
     const nsa_desc *d = &params->d;
-    params->parts = (params->group - 1) / held + 1;
+    params->parts = (params->group - 1) / row_count + 1;
     const int64_t pairs = static_cast<int64_t>(d->batch) * d->count * d->kv_heads;
-    return nsa__cuda_grid(pairs * params->parts * splits, grid);
+    return nsa__cuda_grid(pairs * params->parts * runs, grid);
 }
 
 /* The scores and values of cmp. Selection follows, so the sizes of its tiles stay in `of`. */
@@ -128,13 +128,14 @@ template <typename T, int DK, int DV> struct nsa__cuda_decode_cmp_launch {
         nsa__cuda_decode_params *cmp = &slice.of[0];
         dim3 grid;
         nsa__cuda_decode_share(cmp, shape::STAGE);
-        NSA__CHECK(nsa__cuda_decode_grid(cmp, shape::TILE, cmp->splits, &grid));
+        NSA__CHECK(nsa__cuda_decode_grid(cmp, shape::TILE, cmp->runs, &grid));
         const int64_t rows = static_cast<int64_t>(cmp->d.batch) * cmp->d.count * cmp->d.heads;
-        const size_t words = 1 + static_cast<size_t>(rows * cmp->splits);
+        const size_t words = 1 + static_cast<size_t>(rows * cmp->runs);
         NSA__CHECK(
-            nsa__cuda_status(nsa__memset(cmp->begun, 0xff, words * sizeof(uint32_t), stream)));
-        return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_cmp_kernel<T, DK, DV>), grid,
-                                           dim3(shape::THREADS), shape::CMP_BYTES, stream, *cmp));
+            nsa__cuda_status(nsa__memset(cmp->started, 0xff, words * sizeof(uint32_t), stream)));
+        return nsa__cuda_status(
+            NSA_LAUNCH((nsa__cuda_decode_cmp_kernel<T, DK, DV>), grid, dim3(shape::THREADS),
+                       sizeof(nsa__cuda_decode_memory<T, DK, DV, HOPPER>), stream, *cmp));
     }
     static nsa_status launch(const nsa__cuda_decode_branches &slice, cudaStream_t stream) {
         bool hopper;
@@ -148,14 +149,14 @@ template <typename T, int DK, int DV> struct nsa__cuda_decode_keys_launch {
     template <int HOPPER>
     static nsa_status launch_as(const nsa__cuda_decode_branches &slice, cudaStream_t stream) {
         using shape = nsa__cuda_decode_shape<T, DK, DV, HOPPER>;
-        int splits = 0;
+        int runs = 0;
         dim3 grid;
         for (int i = 1; i < 3; i++) {
             nsa__cuda_decode_share(&slice.of[i], shape::STAGE);
-            splits += slice.of[i].splits;
+            runs += slice.of[i].runs;
         }
         for (int i = 1; i < 3; i++)
-            NSA__CHECK(nsa__cuda_decode_grid(&slice.of[i], shape::TILE, splits, &grid));
+            NSA__CHECK(nsa__cuda_decode_grid(&slice.of[i], shape::TILE, runs, &grid));
         const nsa__cuda_decode_pair both = {{slice.of[1], slice.of[2]}};
         return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_keys_kernel<T, DK, DV>), grid,
                                            dim3(shape::THREADS), shape::BYTES, stream, both));
@@ -180,7 +181,7 @@ static nsa_status nsa__cuda_decode_finish_launch(const nsa__cuda_decode_branches
         const nsa__cuda_decode_params *of = &slice.of[i];
         finish.of[i] = {of->x.out,
                         of->x.lse,
-                        of->splits,
+                        of->runs,
                         of->most,
                         of->sums,
                         of->units,

@@ -26,7 +26,7 @@ struct nsa__cuda_decode_select_params {
     float *scores;              /* (B, Hk, count, blocks), where they are too many; else NULL */
     int rows;                   /* queries, up to whole products' columns */
     int blocks;                 /* of a query, at most */
-    int splits, run_keys;
+    int runs, run_keys;
 };
 
 /* Where a thread's columns of a product lie in the scores, and how many keys they have. */
@@ -79,16 +79,16 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
     const nsa__cuda_select_plan &plan = params.plan;
     const int lane = static_cast<int>(threadIdx.x) % 32, group = params.cmp.group;
     const int block = static_cast<int>(blockIdx.x), heads = d.batch * d.kv_heads;
-    const int split = block % params.splits, pair = block / params.splits % heads;
+    const int run_index = block % params.runs, pair = block / params.runs % heads;
     const int b = pair / d.kv_heads, kv_head = pair % d.kv_heads;
-    const int first_query = block / params.splits / heads * plan.queries;
+    const int first_query = block / params.runs / heads * plan.queries;
     const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.positions);
     if (first_query >= s.count) return;
     const int last_query = s.first + min(first_query + plan.queries, s.count) - 1;
-    const int first = split * params.run_keys;
+    const int first = run_index * params.run_keys;
     const int last = min(first + params.run_keys, nsa__cmp_visible(d, s.tokens, last_query));
-    if (first >= last && split > 0) return;
-    nsa__cuda_decode_totals(lse, params, s, b, kv_head, first_query, split == 0);
+    if (first >= last && run_index > 0) return;
+    nsa__cuda_decode_totals(lse, params, s, b, kv_head, first_query, run_index == 0);
 
     float *const sums =
         params.sums + (static_cast<int64_t>(pair) * params.rows + first_query) * plan.ring;
@@ -202,11 +202,11 @@ struct nsa__cuda_decode_select_call {
         const int64_t heads = static_cast<int64_t>(d->batch) * d->kv_heads;
         j.rows = static_cast<int>(tiles * j.plan.queries);
         j.run_keys = NSA__DECODE_RUN_KEYS;
-        const int64_t splits = nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), j.run_keys);
-        j.splits = static_cast<int>(splits > 1 ? splits : 1);
+        const int64_t runs = nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), j.run_keys);
+        j.runs = static_cast<int>(runs > 1 ? runs : 1);
         const size_t scores = j.scores ? 0 : sizeof(float) * static_cast<size_t>(j.blocks);
         dim3 sums, rank;
-        NSA__CHECK(nsa__cuda_grid(heads * j.splits * tiles, &sums));
+        NSA__CHECK(nsa__cuda_grid(heads * j.runs * tiles, &sums));
         NSA__CHECK(nsa__cuda_grid(heads * d->count, &rank));
         NSA__CHECK(nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_sums_kernel<NT, CHUNKS>), sums,
                                                dim3(32 * NSA__DECODE_SUM_WARPS),

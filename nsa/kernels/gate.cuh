@@ -9,8 +9,8 @@
 /* Number i of a head's three gates. */
 NSA__DEVICE void *nsa__cuda_gate_at(const nsa_desc &d, const nsa_tensor &x, int64_t b, int64_t t,
                                     int64_t h, int i) {
-    const int64_t apart = d.gate_stride ? d.gate_stride : 1;
-    return nsa__element_at(x, x.batch * b + x.token * t + x.head * h + i * apart);
+    const int64_t stride = d.gate_stride ? d.gate_stride : 1;
+    return nsa__element_at(x, x.batch * b + x.token * t + x.head * h + i * stride);
 }
 
 /* g of a head's logits; the same in every thread that needs it. */

@@ -56,7 +56,7 @@ struct nsa__cuda_score_call {
     const nsa_desc *d; /* by list */
     const nsa_score *score;
     int32_t *cmp_begins;
-    int sharers;
+    int lists_per_kv_head;
     bool own;
     cudaStream_t stream;
     template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
@@ -64,7 +64,7 @@ struct nsa__cuda_score_call {
         nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, 0, &none);
         p.own = own;
         p.cmp_begins = cmp_begins;
-        p.sharers = sharers;
+        p.lists_per_kv_head = lists_per_kv_head;
         p.act = score->act;
         p.pool = score->pool;
         dim3 grid;
@@ -96,8 +96,8 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
         scored.lse = nsa__cuda_view_from(x->weights, first);
         scored.scores = own ? room : nsa__cuda_view_from(x->scores, first);
         const nsa_rank ranked = {scored.scores, nsa__cuda_view_from(x->blocks, first)};
-        const nsa__cuda_score_call call = {&scored, &part, x, cmp_begins, nsa__cuda_key_sharers(d),
-                                           own,     stream};
+        const nsa__cuda_score_call call = {
+            &scored, &part, x, cmp_begins, nsa__cuda_lists_per_kv_head(d), own, stream};
         s = nsa__cuda_select_choose(x->q.dtype, &part, call);
         if (s == NSA_OK) s = nsa__cuda_rank_queries_run(&ranked, &part, own, stream);
     }

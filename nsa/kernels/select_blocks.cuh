@@ -326,8 +326,9 @@ static nsa_status nsa__cuda_select_launch_pipe(const nsa_select *x, const nsa_de
 
 /* NT: a warp's columns over 8. */
 template <typename T, int D, int NT, bool CHUNKS>
-static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, int sharers,
-                                          void *workspace, cudaStream_t stream) {
+static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d,
+                                          int lists_per_kv_head, void *workspace,
+                                          cudaStream_t stream) {
     const double given = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     const float scale = static_cast<float>(given);
     const int most = nsa__cuda_select_length(d);
@@ -337,7 +338,7 @@ static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d
     nsa__arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_select_plan p = hopper ? nsa__cuda_select_pipe_plan(d, D, most, &a)
                                      : nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, most, &a);
-    p.sharers = sharers;
+    p.lists_per_kv_head = lists_per_kv_head;
     if (d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
     if constexpr (nsa__cuda_select_pipe<T, D>::value)
         if (hopper) return nsa__cuda_select_launch_pipe<T, D>(x, d, p, scale, stream);
@@ -385,11 +386,12 @@ static nsa_status nsa__cuda_select_choose(nsa_dtype dtype, const nsa_desc *d, co
 struct nsa__cuda_select_call {
     const nsa_select *x;
     const nsa_desc *d; /* by list */
-    int sharers;
+    int lists_per_kv_head;
     void *workspace;
     cudaStream_t stream;
     template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
-        return nsa__cuda_select_launch<T, D, NT, CHUNKS>(x, d, sharers, workspace, stream);
+        return nsa__cuda_select_launch<T, D, NT, CHUNKS>(x, d, lists_per_kv_head, workspace,
+                                                         stream);
     }
 };
 
@@ -399,7 +401,7 @@ enum { NSA__P_CMP_THREADS = 128 };
    sums of few keys at a time, and write none. */
 static __global__ void __launch_bounds__(NSA__P_CMP_THREADS)
     nsa__cuda_p_cmp_kernel(nsa_desc d, nsa_select x, nsa__cuda_extent rows,
-                           const int32_t *cmp_begins, int sharers, float scale) {
+                           const int32_t *cmp_begins, int lists_per_kv_head, float scale) {
     const int list = static_cast<int>(blockIdx.x) % d.kv_heads, group = d.heads / d.kv_heads;
     const nsa__cuda_item at = nsa__cuda_item_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
     const nsa__sequence s = nsa__sequence_of(d, at.b);
@@ -416,7 +418,7 @@ static __global__ void __launch_bounds__(NSA__P_CMP_THREADS)
             const void *const q = nsa__row_at(x.q, s.batch, s.row + row, head);
             const void *const k = nsa__element_at(
                 x.k, nsa__cuda_key_offset(d, x.k, s, at.b, true, nsa__cmp_row(d, cmp_begins, at.b),
-                                          i, list / sharers));
+                                          i, list / lists_per_kv_head));
             float product = 0.0f;
             for (int c = 0; c < d.dim; c += 8) {
                 float a[8], b[8];
@@ -433,7 +435,7 @@ static __global__ void __launch_bounds__(NSA__P_CMP_THREADS)
 }
 
 /* Behind the selection, whose workspace begins with where compressed rows do. */
-static nsa_status nsa__cuda_p_cmp_run(const nsa_select *x, const nsa_desc *d, int sharers,
+static nsa_status nsa__cuda_p_cmp_run(const nsa_select *x, const nsa_desc *d, int lists_per_kv_head,
                                       void *workspace, cudaStream_t stream) {
     dim3 grid;
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
@@ -443,7 +445,7 @@ static nsa_status nsa__cuda_p_cmp_run(const nsa_select *x, const nsa_desc *d, in
     const nsa_status s = nsa__cuda_grid(rows.total * d->kv_heads, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_p_cmp_kernel, grid, dim3(NSA__P_CMP_THREADS), 0,
-                                       stream, *d, *x, rows, cmp_begins, sharers,
+                                       stream, *d, *x, rows, cmp_begins, lists_per_kv_head,
                                        static_cast<float>(scale)));
 }
 
@@ -452,10 +454,10 @@ static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, v
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
     const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
-    const nsa__cuda_select_call call = {x, &by, nsa__cuda_key_sharers(d), workspace, stream};
+    const nsa__cuda_select_call call = {x, &by, nsa__cuda_lists_per_kv_head(d), workspace, stream};
     const nsa_status s = nsa__cuda_select_choose(x->q.dtype, &by, call);
     if (s != NSA_OK || !x->p_cmp.data) return s;
-    return nsa__cuda_p_cmp_run(x, &by, nsa__cuda_key_sharers(d), workspace, stream);
+    return nsa__cuda_p_cmp_run(x, &by, nsa__cuda_lists_per_kv_head(d), workspace, stream);
 }
 
 /* A caller's workspace serves every dtype: of all kernels' needs, the largest. */

@@ -30,8 +30,8 @@ struct nsa__cuda_select_plan {
     int length;             /* of the lists of the best */
     int width;              /* of the lists that are written */
     int strides;            /* l' / d */
-    int reach;              /* l / d */
-    int sharers; /* lists of a kv head, which the desc of a launch counts as its kv heads */
+    int cmp_strides;        /* l / d */
+    int lists_per_kv_head;  /* the desc of a launch counts lists as its kv heads */
     size_t shared_bytes;
     bool own;          /* the scores' rows are counted for each sequence from 0: a workspace */
     nsa_score_act act; /* of a SCORER */
@@ -52,17 +52,17 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_begin(const nsa_desc *d, int 
     nsa__cuda_select_plan p = {};
     p.chunks = 1;
     p.strides = d->slc_block / d->cmp_stride;
-    p.reach = d->cmp_block / d->cmp_stride;
+    p.cmp_strides = d->cmp_block / d->cmp_stride;
     p.width = nsa_block_list_width(d);
     p.length = most;
-    p.sharers = 1;
+    p.lists_per_kv_head = 1;
     return p;
 }
 
 /* A ring for the keys between two rankings; the shared memory of a query then, but for its list. */
 static size_t nsa__cuda_select_plan_ring(nsa__cuda_select_plan *p, int keys) {
     p->ring = 1;
-    while (p->ring < keys + p->strides + p->reach) p->ring *= 2;
+    while (p->ring < keys + p->strides + p->cmp_strides) p->ring *= 2;
     return sizeof(nsa__cuda_select_query) + sizeof(float) * static_cast<size_t>(p->ring);
 }
 
@@ -237,10 +237,11 @@ NSA__DEVICE float nsa__cuda_select_more(float score, nsa_score_map map, float we
 /* The score of selection block j, from the sums in `ring`. */
 NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_score_map map,
                                          const float *ring, int visible, int j) {
-    const int first = j * p.strides - (p.reach - 1), size = p.strides + p.reach - 1;
+    const int first = j * p.strides - (p.cmp_strides - 1), size = p.strides + p.cmp_strides - 1;
     float score = 0.0f;
     if (visible < 0) return score;
-    if (p.strides == 4 && p.reach == 2) { /* the paper's: four of five sums lie side by side */
+    if (p.strides == 4 &&
+        p.cmp_strides == 2) { /* the paper's: four of five sums lie side by side */
         const int begin = 4 * j, mask = p.ring - 1;
         if (j > 0 && begin <= visible)
             score = nsa__cuda_select_more(score, map, 1.0f, ring[(begin - 1) & mask]);
@@ -254,7 +255,7 @@ NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_sco
     }
     for (int u = max(0, -first); u < min(size, visible - first); u++)
         score = nsa__cuda_select_more(score, map,
-                                      static_cast<float>(min(min(u + 1, size - u), p.reach)),
+                                      static_cast<float>(min(min(u + 1, size - u), p.cmp_strides)),
                                       ring[(first + u) & (p.ring - 1)]);
     return score;
 }
@@ -376,7 +377,7 @@ nsa__cuda_select_place_of(const nsa_desc &d, const nsa_select &x, const nsa__cud
     at.b = tile_at.b;
     at.s = nsa__sequence_of(d, at.b);
     at.first = static_cast<int>(min(tile_at.local * tile_queries, int64_t(at.s.count)));
-    const int key_head = at.kv_head / p.sharers;
+    const int key_head = at.kv_head / p.lists_per_kv_head;
     if (d.pages)
         at.k = {nsa__row_of<const T>(x.k, 0, 0, key_head),
                 d.pages + static_cast<int64_t>(at.b) * d.table_width};
