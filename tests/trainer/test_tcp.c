@@ -307,6 +307,26 @@ static void test_interface(void) {
           why.text);
 }
 
+/* MASTER_ADDR may be of IPv6, and a name may have addresses of both kinds. */
+static void test_addresses(void) {
+    static const char *const addresses[] = {"::1", "localhost"};
+    for (size_t i = 0; i < sizeof addresses / sizeof *addresses; i++) {
+        struct sockaddr_in6 a = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
+        int probe = socket(AF_INET6, SOCK_STREAM, 0);
+        bool has_6 = probe >= 0 && !bind(probe, (struct sockaddr *)&a, sizeof a);
+        if (probe >= 0) close(probe);
+        if (addresses[i][0] == ':' && !has_6) continue; /* this machine has no IPv6 */
+        port = free_port();
+        check_case("%s", addresses[i]);
+        pid_t rank_1 = fork();
+        if (!rank_1) _exit(open_as(addresses[i], 1, 2, "test", LONG) == NULL);
+        int status = -1;
+        CHECK(open_as(addresses[i], 0, 2, "test", LONG), "%s", why.text);
+        waitpid(rank_1, &status, 0);
+        CHECK(status == 0, "rank 1 did not come to %s", addresses[i]);
+    }
+}
+
 /* Who listens there says nothing, or something else: he is not taken for rank 0. */
 static void test_false_rank_0(void) {
     static const char lie[100] = "yes, this is rank 0";
@@ -338,6 +358,7 @@ int main(void) {
     run("tokens", other_tokens, -1);
     run("coming again", comes_again, -1);
     test_interface();
+    test_addresses();
     test_false_rank_0();
     return check_done("test_tcp");
 }

@@ -101,30 +101,37 @@ static int listen_at(const struct sockaddr *a, socklen_t bytes) {
     return -1;
 }
 
-static struct addrinfo *find(const meeting *m) {
-    struct addrinfo hints = {.ai_family = AF_INET, .ai_socktype = SOCK_STREAM}, *list = NULL;
+/* IPv4 or IPv6, as the name has them. Without a name: all interfaces. */
+static struct addrinfo *find(const char *name, int family, int port) {
+    struct addrinfo *list = NULL, hints = {.ai_family = family, .ai_socktype = SOCK_STREAM};
     char service[16];
-    snprintf(service, sizeof service, "%d", m->port);
-    return getaddrinfo(m->address, service, &hints, &list) ? NULL : list;
+    hints.ai_flags = name ? 0 : AI_PASSIVE;
+    snprintf(service, sizeof service, "%d", port);
+    return getaddrinfo(name, service, &hints, &list) ? NULL : list;
+}
+
+/* At the first of them that can be had; -1 with errno. */
+static int listen_at_any(const struct addrinfo *list) {
+    int fd = -1;
+    for (; list && fd < 0; list = list->ai_next) fd = listen_at(list->ai_addr, list->ai_addrlen);
+    return fd;
 }
 
 /* An address that no interface here has is that of a gate before this machine: then the token alone
    keeps strangers out, and must be there. */
 static int open_door(const meeting *m, fault *f) {
-    struct addrinfo *list = find(m);
-    int fd = -1;
+    struct addrinfo *list = find(m->address, AF_UNSPEC, m->port);
     if (!list) {
         fault_set(f, "MASTER_ADDR=%.200s: rank 0 finds no such machine", m->address);
         return -1;
     }
-    for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next)
-        fd = listen_at(a->ai_addr, a->ai_addrlen);
-    freeaddrinfo(list);
+    int fd = listen_at_any(list), family = list->ai_family;
     bool elsewhere = fd < 0 && errno == EADDRNOTAVAIL;
+    freeaddrinfo(list);
     if (elsewhere && m->token[0]) {
-        struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)m->port)};
-        a.sin_addr.s_addr = htonl(INADDR_ANY);
-        fd = listen_at((struct sockaddr *)&a, sizeof a);
+        list = find(NULL, family, m->port);
+        fd = listen_at_any(list);
+        if (list) freeaddrinfo(list);
     } else if (elsewhere) {
         fault_set(
             f,
@@ -229,7 +236,7 @@ static bool receive_all(const meeting *m, int *sockets, double deadline, fault *
 /* ---- The others ---------------------------------------------------------------------------- */
 
 static int connect_once(const meeting *m, double deadline) {
-    struct addrinfo *list = find(m);
+    struct addrinfo *list = find(m->address, AF_UNSPEC, m->port);
     int fd = -1;
     for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
         int error = 0;
