@@ -7,10 +7,10 @@ is tried on the tests that it names, the smallest table first: a failure, a repo
 a time-out catches it. At least 95 % must be caught; a fault that changes nothing that anybody could
 see is marked `equivalent` with its reason, and is not counted.
 
-Results are kept as those of simt/mutate.py are, whose engine this is: what goes on after a stop, and
-when a fault is tried again, is said there.
+Results are kept as those of simt/mutate.py are, whose engine this is: what goes on after a stop, when a
+fault is tried again, and which faults operators make, is said there.
 
-usage: mutate_header.py --work DIR [--only TEXT] [--run no] [--write FILE]
+usage: mutate_header.py --work DIR [--only TEXT] [--run no] [--write FILE] [--made COUNT [--seed TEXT]]
 """
 import pathlib
 import subprocess
@@ -38,7 +38,7 @@ TABLES.update({test: ["little", "quick", ""] for test in TESTS if "att" not in t
 class Fault(mutate.Fault):
     """One entry: `== SECTION | TESTS [MODE] | what it breaks`."""
 
-    known_modes, known_tests = MODES, TESTS
+    known_modes, known_tests, folder = MODES, TESTS, ROOMS[0].parent
 
     def source(self):
         """The file of nsa/src that has the old text; the first of all if none has."""
@@ -202,7 +202,10 @@ def main():
     given = mutate.arguments(__doc__).parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(given.work)
-    return mutate.settle(given, mutate.read_faults(HERE / "header_faults.list", Fault),
+    faults = mutate.read_faults(HERE / "header_faults.list", Fault)
+    if given.made is not None:
+        faults = mutate.made_faults(HERE / "header_faults.list", Fault, given)
+    return mutate.settle(given, faults,
                          lambda faults, waiting, tell: try_all(bench, faults, waiting, tell),
                          "the tests of nsa.h, gcc")
 

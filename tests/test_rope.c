@@ -212,7 +212,7 @@ static const rope_case rope_cases[] = {
 #endif
     {"varlen", "varlen empty", 0, 0, {.dim = 16}},
     {"varlen, given", "varlen four", 1, 1, {.dim = 32, .pairs = NSA_ROPE_HALVES}},
-    {"16 heads", "scale 1, heads 16", 0, 0, {.dim = 16, .pairs = NSA_ROPE_HALVES}},
+    {"16 heads", "scale 1, heads 16", 0, 0, {.dim = 64, .pairs = NSA_ROPE_HALVES}},
 };
 /* clang-format on */
 

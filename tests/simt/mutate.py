@@ -11,8 +11,12 @@ At least 95 % must be caught; a fault that changes nothing that anybody could se
 Results are appended to WORK/results.jsonl as they come. A fault that has not survived is not tried
 again while its text and its function stay as they are: a run that was stopped goes on where it was.
 
+With --made the faults are those that operators make (operators.py), or so many of them, drawn by --seed,
+on the tests that the list's lines of `@@` name. What the compiler refuses is none. One that survives is shown:
+a case that the tests lack, or an entry of the list that says why it is `equivalent`.
+
 usage: mutate.py --executor LIST --definitions LIST --headers DIR --work DIR
-                 [--only TEXT] [--run no] [--write FILE]
+                 [--only TEXT] [--run no] [--write FILE] [--made COUNT [--seed TEXT]]
 """
 import argparse
 import datetime
@@ -27,6 +31,7 @@ import subprocess
 import sys
 import time
 
+import operators
 import plant
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -71,7 +76,8 @@ HOST = COMPILER[:-2] + ["gcc", "-std=gnu99"]
 class Fault:
     """One entry: `== FILE | TESTS [MODE] | what it breaks`, then lines of - old and + new text."""
 
-    known_modes, known_tests = MODES, NEEDS
+    known_modes, known_tests, made = MODES, NEEDS, False
+    folder = ROOT / "nsa" / "kernels"
 
     def __init__(self, head, body):
         self.file, tests, self.what = (part.strip() for part in head.split("|", 2))
@@ -89,7 +95,7 @@ class Fault:
         return [(mode, test) for mode in self.modes for test in self.tests]
 
     def source(self):
-        return ROOT / "nsa" / "kernels" / self.file
+        return self.folder / self.file
 
     def places(self):
         """How often the old text stands where it may."""
@@ -103,6 +109,32 @@ class Fault:
         words = [self.file, *self.modes, *self.tests, self.old, self.new,
                  text[max(begin, 0):end if end >= 0 else None]]
         return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def rules_of(path):
+    """{file: its tests and modes} for the faults that operators make."""
+    return {line[3:].split("|")[0].strip(): line.split("|")[1].strip()
+            for line in path.read_text().splitlines() if line.startswith("@@ ")}
+
+
+def made_faults(path, kind, given):
+    """Faults that operators make in the files that the list names, as many as are asked for."""
+    rules, edits = rules_of(path), {}
+    files = {name: operators.File(name, (kind.folder / name).read_text()) for name in rules}
+    everywhere = "\n".join(file.text for file in files.values())
+    for name, file in files.items():
+        edits.update({edit.name: (file, edit) for edit in file.edits()
+                      if re.search(given.only, f"{name} {rules[name]} {edit.name}")})
+    for fault in read_faults(path, kind):
+        if fault.equivalent and (maker := files[fault.source().name].maker(fault.old, fault.new)):
+            edits.pop(maker.name, None)
+    for name in operators.draw(list(edits), given.made or len(edits), given.seed):
+        file, edit = edits[name]
+        old, new = operators.quotation(file.text, edit, everywhere)
+        fault = kind(f"{file.name} | {rules[file.name]} | {name}",
+                     [f"- {line}" for line in old.split("\n")] + [f"+ {line}" for line in new.split("\n")])
+        fault.made = True
+        yield fault
 
 
 def read_faults(path, kind=Fault):
@@ -295,6 +327,8 @@ def known_results(file):
 
 def verdict_of(fault, results):
     verdict = results.get(fault.key(), {}).get("verdict", "not tried")
+    if fault.made and verdict == "broken":
+        return "refused"
     return "equivalent" if fault.equivalent and verdict == "survived" else verdict
 
 
@@ -323,6 +357,8 @@ def arguments(text):
     options.add_argument("--work", type=pathlib.Path, required=True)
     options.add_argument("--only", default="", help="faults whose file, tests or text hold this")
     options.add_argument("--write", type=pathlib.Path, help="JSON of all faults' results")
+    options.add_argument("--made", type=int, help="so many faults that operators make; 0: all")
+    options.add_argument("--seed", default="1", help="of the drawing")
     options.add_argument("--run", choices=["yes", "no"], default="yes",
                          help="no: only what earlier runs found is counted")
     return options
@@ -346,14 +382,19 @@ def settle(given, every, attempt, machine):
             file.write(json.dumps(row) + "\n")
         print(f"{verdict:10} {fault.file}: {fault.what}" + (f" ({row['how']})" if how else ""),
               flush=True)
+        if fault.made and verdict == "survived":
+            print(f"- {fault.old}\n+ {fault.new}", flush=True)
 
     if given.run == "yes":
         attempt(all_faults, {n: fault for n, fault in faults.items()
-                             if verdict_of(fault, results) not in ("caught", "equivalent")}, tell)
+                             if verdict_of(fault, results) not in ("caught", "equivalent", "refused")}, tell)
     verdicts = [verdict_of(fault, results) for fault in faults.values()]
     caught, survived = verdicts.count("caught"), verdicts.count("survived")
     print(f"{caught} of {caught + survived} faults caught, {verdicts.count('equivalent')} "
-          f"equivalent, {verdicts.count('broken')} broken, {verdicts.count('not tried')} not tried")
+          f"equivalent, {verdicts.count('broken')} broken, {verdicts.count('refused')} refused by the compiler, "
+          f"{verdicts.count('not tried')} not tried")
+    if given.made is not None:
+        return 1 if survived or verdicts.count("not tried") else 0
     if given.write:
         rows = report(list(all_faults.values()), results, machine)
         given.write.write_text(json.dumps(rows, indent=1) + "\n")
@@ -368,7 +409,10 @@ def main():
     options.add_argument("--headers", type=pathlib.Path, required=True)
     given = options.parse_args()
     bench = Bench(given)
-    return settle(given, read_faults(HERE / "faults.list"),
+    faults = read_faults(HERE / "faults.list")
+    if given.made is not None:
+        faults = made_faults(HERE / "faults.list", Fault, given)
+    return settle(given, faults,
                   lambda faults, waiting, tell: try_all(bench, faults, waiting, tell),
                   "the executor of tests/simt")
 
