@@ -2585,11 +2585,20 @@ typedef struct nsa__key_layout {
     int ring;             /* a decoding cache's: key s lies in row s % ring; 0: straight */
     const int32_t *pages; /* NULL, or where batch and row are found: see nsa__key_row */
     int page_rows, page_offset;
+    const int32_t *list; /* NULL, or keys are counted along a block list, from its first on */
+    int list_block;
 } nsa__key_layout;
 
-/* The row of a key: the one place that knows rings and pages. */
+/* The sequence's key that is number `at` of a list's. */
+static int64_t nsa__key_in_list(const nsa__key_layout *rows, int64_t at) {
+    const uint32_t nth = (uint32_t)at, n = (uint32_t)rows->list_block;
+    return n == 1 ? rows->list[nth] : (int64_t)rows->list[nth / n] * n + nth % n;
+}
+
+/* The row of a key: the one place that knows rings, pages and lists. */
 static void *nsa__key_row(const nsa__key_layout *rows, const nsa_tensor *x, int64_t key,
                           int64_t head) {
+    if (rows->list) key = nsa__key_in_list(rows, key);
     if (rows->pages) {
         uint32_t at = (uint32_t)(key + rows->page_offset), n = (uint32_t)rows->page_rows;
         return nsa__row(x, rows->pages[at / n], at % n, head);
@@ -2599,10 +2608,17 @@ static void *nsa__key_row(const nsa__key_layout *rows, const nsa_tensor *x, int6
 
 /* Keys from this one on whose rows follow each other by the token stride. */
 static int nsa__rows_together(const nsa__key_layout *rows, int key) {
+    int most = INT_MAX, next = INT_MAX;
+    if (rows->list) {
+        most = rows->list_block - (int)((uint32_t)key % (uint32_t)rows->list_block);
+        key = (int)nsa__key_in_list(rows, key);
+    }
     if (rows->pages)
-        return rows->page_rows -
+        next = rows->page_rows -
                (int)((uint32_t)(key + rows->page_offset) % (uint32_t)rows->page_rows);
-    return rows->ring ? rows->ring - key % rows->ring : INT_MAX;
+    else if (rows->ring)
+        next = rows->ring - key % rows->ring;
+    return (int)nsa__min(most, next);
 }
 
 /* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
@@ -7480,6 +7496,8 @@ enum {
     NSA__TASK_NUMBERS = 1 << 17,
     /* lists: times so many in a long sequence, at most; Zen 5, 64k: slc 1.25, backward 1.12 */
     NSA__GROWTH = 4,
+    /* lists: keys that neighbours of a listed block add to what is multiplied, at most */
+    NSA__BESIDE = 32,
     /* lists: tasks of NSA__HEADS_NEAR heads, about; 12/12/64: twice as many 0.96 */
     NSA__TASKS = 32,
     /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
@@ -7506,6 +7524,7 @@ typedef struct nsa__schedule {
     int task_queries;    /* queries of a task, at most */
     int l2_queries;      /* the same in a short sequence */
     int in_place_max;    /* forward: of sequences with so many queries K and V are read unpacked */
+    int gathers_from;    /* lists: queries that see so many keys are computed from listed ones */
     int head_slots;      /* head jobs that the workspace has packed keys for */
     int least_tasks;     /* of a head job, if its queries are enough */
 } nsa__schedule;
@@ -7559,6 +7578,19 @@ static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__bra
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
 
+/* Forward, lists whose blocks are no tiles: how many keys a query sees from where on tiles hold the
+   keys that its own list names, and it is computed alone. Below, and in backward, tiles hold
+   neighbouring keys, which queries share. So it pays if a list names few of the keys that lie
+   beside its own. A query alone has few rows, and its product rounds them up to whole vectors. */
+static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group) {
+    const int64_t blocks = nsa_block_list_width(d);
+    const int64_t listed = nsa__min(blocks * d->slc_block, INT_MAX);
+    const int64_t least = nsa__ceil_div(listed * (group + NSA__LANES), group);
+    if (!nsa__traits_of[branch].lists || d->slc_block % NSA__LANES == 0) return INT_MAX;
+    if (blocks * (d->slc_block + NSA__BESIDE) < least || least > INT_MAX) return INT_MAX;
+    return (int)least;
+}
+
 /* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
@@ -7570,6 +7602,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
     s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
+    s.gathers_from = nsa__gathers_from(d, branch, group);
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
@@ -7594,6 +7627,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
+    s.gathers_from = INT_MAX;
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
@@ -7718,7 +7752,8 @@ static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, nsa_dtype dtyp
    Twin: kernels/attend_keys.cuh. Not here: packing, products.
    The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
    one core. It iterates over tiles of up to 64 keys. Tile i holds keys i tile .. (i + 1) tile - 1
-   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours. The
+   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours; or, of
+   a query that is computed alone, keys of its list, counted along it (nsa__gather). The
    keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
@@ -7764,7 +7799,8 @@ typedef struct nsa__head_job {
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
     nsa__key_layout rows;     /* where K and V lie */
-    int in_place;             /* K and V are read unpacked; then all queries are one task */
+    int in_place;             /* K and V are read unpacked; then all queries are one task, */
+    int gathers;              /* or each is, and its keys are those of its list: nsa__gather */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
     nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
@@ -7815,6 +7851,16 @@ NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int que
     *begin = list[number] * p->d->slc_block;
     *end = nsa__block_end(*begin, p->d->slc_block, *end);
     return 1;
+}
+
+/* The queries of a sequence whose keys are gathered, or those before them. */
+static nsa__seq nsa__seq_part(const nsa__attend_plan *p, nsa__seq seq, int gathers) {
+    const int none = p->d->mask == NSA_MASK_NONE, from = p->cut.gathers_from;
+    const int64_t first = none ? (seq.tokens < from ? INT_MAX : 0) : (int64_t)from - 1;
+    const int before = (int)nsa__min(nsa__max(0, first - seq.first), seq.count);
+    if (gathers) seq.first += before, seq.row += before;
+    seq.count = gathers ? seq.count - before : before;
+    return seq;
 }
 
 /* The most keys that a sequence can have: arrays of tiles are sized by it. */
@@ -7932,11 +7978,38 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
+    const uint32_t first = (uint32_t)(tile_begin / p->d->slc_block); /* block */
     uint64_t mask = 0;
-    for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+    int i = 0;
+    for (int n = p->list_width; n;) { /* entries before i lie before the tile, which -1 does not */
+        const int half = n / 2, before = (uint32_t)list[i + half] < first;
+        i += before ? half + 1 : 0;
+        n = before ? n - half - 1 : half;
+    }
+    for (; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
+}
+
+/* Makes `own` the job of one query, whose keys are counted along its list. A block is whole but for
+   the last one. */
+static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    const int32_t *list = nsa__block_list(job, query);
+    int n = 0, begin = 0, end = 0, next, behind;
+    for (; nsa__span(job, list, query, n, &next, &behind); n++) begin = next, end = behind;
+    *own = *job;
+    own->rows.list = list;
+    own->rows.list_block = p->d->slc_block;
+    own->keys = n ? (n - 1) * p->d->slc_block + end - begin : 0;
+    own->tile_end = (int)nsa__ceil_div(own->keys, p->cut.tile);
+    return own;
+}
+
+/* Whether a tile's queries are found by the lists. */
+static int nsa__inverts(const nsa__head_job *job) {
+    return job->plan->is.lists && !job->gathers;
 }
 
 /* A task iterates over the tiles that any of its queries sees. Queries count from 0 in their task;
@@ -8028,12 +8101,15 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
-    if (p->is.lists) {
+    if (nsa__inverts(job)) {
         nsa__tile_iter_invert(it, job);
     } else {
         int last = 0; /* queries behind a window's last key see none */
         for (int a = 0; a < it->queries; a++) {
-            if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+            if (job->gathers)
+                it->begin[a] = 0, it->end[a] = job->keys;
+            else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
+                it->end[a] = 0;
             last = it->end[a] ? a : last;
         }
         it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
@@ -8053,7 +8129,7 @@ static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int fir
    end of the span can cut it. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin = it->tile * p->cut.tile, listed = p->is.lists;
+    int begin = it->tile * p->cut.tile, listed = nsa__inverts(job);
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
     int whole = p->cut.tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
@@ -8382,7 +8458,7 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
 static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int tile = it->tile + 1;
-    if (p->is.lists)
+    if (nsa__inverts(job))
         while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
     return tile < it->tile_end ? tile * p->cut.tile : job->keys;
 }
@@ -8516,7 +8592,8 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
-    job->in_place = seq->count <= p->cut.in_place_max;
+    job->in_place = job->gathers || seq->count <= p->cut.in_place_max;
+    if (job->gathers) job->task_queries = 1;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
     job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->cut.tile);
     if (job->listed && !job->in_place) nsa__mark_listed(job);
@@ -8539,12 +8616,14 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > p->cut.in_place_max && head < p->heads;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
+        const nsa__seq part = nsa__seq_part(p, seq, 0);
+        for (int head = 0; part.count > p->cut.in_place_max && head < p->heads;
              head += jobs->heads) {
-            nsa__pack_heads(jobs, team, &seq, head);
+            nsa__pack_heads(jobs, team, &part, head);
             work(jobs, team);
         }
+    }
 }
 
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
@@ -8921,7 +9000,10 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
+    nsa__head_job own;
+    if (nth >= nsa__head_tasks(job)) return;
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
+    if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
     do {
         nsa__forward_begin(&f, job, nth);
@@ -8987,31 +9069,36 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
 }
 
-/* Runs n jobs of one task each, which may have too little work for all threads. */
+/* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
+   have empty ones. */
 static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team some = *team;
-    int64_t work = 0;
+    int64_t work = 0, most = 0;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
         work += keys * jobs[i].seq.count;
+        most = nsa__max(most, nsa__head_tasks(&jobs[i]));
         jobs[i].heads = n;
     }
     some.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    nsa__run(&some, n, nsa__forward_task, jobs);
+    nsa__run(&some, n * most, nsa__forward_task, jobs);
 }
 
-/* Runs the sequences with few queries, which read keys in place. Nothing is packed for them, so
-   heads of many sequences run at once. */
+/* Runs the sequences with few queries and the queries that gather, which read keys in place.
+   Nothing is packed for them, so heads of many sequences run at once. */
 static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
     for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
-        for (int head = 0; seq.count && seq.count <= p->cut.in_place_max && head < p->heads;
-             head++) {
+        for (int i = 0; i < 2 * p->heads; i++) {
+            const int gathers = i / p->heads;
+            const nsa__seq part = nsa__seq_part(p, seq, gathers);
+            if (!part.count || (!gathers && part.count > p->cut.in_place_max)) continue;
             jobs[n] = *any;
-            nsa__set_head(&jobs[n], &seq, head, 0);
+            jobs[n].gathers = gathers;
+            nsa__set_head(&jobs[n], &part, i % p->heads, 0);
             if (++n < nsa__few_at_once(p)) continue;
             nsa__forward_few_run(jobs, n, team);
             n = 0;

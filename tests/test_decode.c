@@ -72,6 +72,8 @@ static const geometry geometries[] = {
      NSA_WINDOW_COUNTS_SELF},
     {"window and room beyond all", 2, 1, 16, 16, 16, 4, 64, 9, 1000, 130, NSA_PHI_CONV, NSA_F32,
      NSA_WINDOW_COUNTS_SELF},
+    {"single tokens, bf16", 16, 1, 16, 32, 1, 1, 1, 9, 20, 9, NSA_PHI_MEAN, NSA_BF16,
+     NSA_WINDOW_COUNTS_SELF},
 };
 #endif
 

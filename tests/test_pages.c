@@ -838,7 +838,8 @@ static void test_any_arrays(kind of, int turn) {
 #ifdef CHECK_CUDA
 static const char *const shapes[] = {"T 34", "small", "T > w, one block more"};
 #else
-static const char *const shapes[] = {"small", "T > w, one block more", "D 7 / 13", "T < l"};
+static const char *const shapes[] = {"small", "T > w, one block more", "D 7 / 13", "T < l",
+                                     "blocks of 2"};
 #endif
 
 /* phi of k and v, other ones in turn. */

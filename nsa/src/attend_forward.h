@@ -186,7 +186,10 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
+    nsa__head_job own;
+    if (nth >= nsa__head_tasks(job)) return;
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
+    if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
     do {
         nsa__forward_begin(&f, job, nth);
@@ -252,31 +255,36 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
 }
 
-/* Runs n jobs of one task each, which may have too little work for all threads. */
+/* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
+   have empty ones. */
 static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team some = *team;
-    int64_t work = 0;
+    int64_t work = 0, most = 0;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
         work += keys * jobs[i].seq.count;
+        most = nsa__max(most, nsa__head_tasks(&jobs[i]));
         jobs[i].heads = n;
     }
     some.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    nsa__run(&some, n, nsa__forward_task, jobs);
+    nsa__run(&some, n * most, nsa__forward_task, jobs);
 }
 
-/* Runs the sequences with few queries, which read keys in place. Nothing is packed for them, so
-   heads of many sequences run at once. */
+/* Runs the sequences with few queries and the queries that gather, which read keys in place.
+   Nothing is packed for them, so heads of many sequences run at once. */
 static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
     for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
-        for (int head = 0; seq.count && seq.count <= p->cut.in_place_max && head < p->heads;
-             head++) {
+        for (int i = 0; i < 2 * p->heads; i++) {
+            const int gathers = i / p->heads;
+            const nsa__seq part = nsa__seq_part(p, seq, gathers);
+            if (!part.count || (!gathers && part.count > p->cut.in_place_max)) continue;
             jobs[n] = *any;
-            nsa__set_head(&jobs[n], &seq, head, 0);
+            jobs[n].gathers = gathers;
+            nsa__set_head(&jobs[n], &part, i % p->heads, 0);
             if (++n < nsa__few_at_once(p)) continue;
             nsa__forward_few_run(jobs, n, team);
             n = 0;

@@ -31,7 +31,7 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
 static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int tile = it->tile + 1;
-    if (p->is.lists)
+    if (nsa__inverts(job))
         while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
     return tile < it->tile_end ? tile * p->cut.tile : job->keys;
 }

@@ -2,7 +2,8 @@
    Twin: kernels/attend_keys.cuh. Not here: packing, products.
    The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
    one core. It iterates over tiles of up to 64 keys. Tile i holds keys i tile .. (i + 1) tile - 1
-   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours. The
+   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours; or, of
+   a query that is computed alone, keys of its list, counted along it (nsa__gather). The
    keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
@@ -51,7 +52,8 @@ typedef struct nsa__head_job {
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
     nsa__key_layout rows;     /* where K and V lie */
-    int in_place;             /* K and V are read unpacked; then all queries are one task */
+    int in_place;             /* K and V are read unpacked; then all queries are one task, */
+    int gathers;              /* or each is, and its keys are those of its list: nsa__gather */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
     nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
@@ -102,6 +104,16 @@ NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int que
     *begin = list[number] * p->d->slc_block;
     *end = nsa__block_end(*begin, p->d->slc_block, *end);
     return 1;
+}
+
+/* The queries of a sequence whose keys are gathered, or those before them. */
+static nsa__seq nsa__seq_part(const nsa__attend_plan *p, nsa__seq seq, int gathers) {
+    const int none = p->d->mask == NSA_MASK_NONE, from = p->cut.gathers_from;
+    const int64_t first = none ? (seq.tokens < from ? INT_MAX : 0) : (int64_t)from - 1;
+    const int before = (int)nsa__min(nsa__max(0, first - seq.first), seq.count);
+    if (gathers) seq.first += before, seq.row += before;
+    seq.count = gathers ? seq.count - before : before;
+    return seq;
 }
 
 /* The most keys that a sequence can have: arrays of tiles are sized by it. */

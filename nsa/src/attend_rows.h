@@ -17,7 +17,8 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
-    job->in_place = seq->count <= p->cut.in_place_max;
+    job->in_place = job->gathers || seq->count <= p->cut.in_place_max;
+    if (job->gathers) job->task_queries = 1;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
     job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->cut.tile);
     if (job->listed && !job->in_place) nsa__mark_listed(job);
@@ -40,12 +41,14 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > p->cut.in_place_max && head < p->heads;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
+        const nsa__seq part = nsa__seq_part(p, seq, 0);
+        for (int head = 0; part.count > p->cut.in_place_max && head < p->heads;
              head += jobs->heads) {
-            nsa__pack_heads(jobs, team, &seq, head);
+            nsa__pack_heads(jobs, team, &part, head);
             work(jobs, team);
         }
+    }
 }
 
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a

@@ -22,11 +22,38 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
+    const uint32_t first = (uint32_t)(tile_begin / p->d->slc_block); /* block */
     uint64_t mask = 0;
-    for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+    int i = 0;
+    for (int n = p->list_width; n;) { /* entries before i lie before the tile, which -1 does not */
+        const int half = n / 2, before = (uint32_t)list[i + half] < first;
+        i += before ? half + 1 : 0;
+        n = before ? n - half - 1 : half;
+    }
+    for (; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
+}
+
+/* Makes `own` the job of one query, whose keys are counted along its list. A block is whole but for
+   the last one. */
+static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    const int32_t *list = nsa__block_list(job, query);
+    int n = 0, begin = 0, end = 0, next, behind;
+    for (; nsa__span(job, list, query, n, &next, &behind); n++) begin = next, end = behind;
+    *own = *job;
+    own->rows.list = list;
+    own->rows.list_block = p->d->slc_block;
+    own->keys = n ? (n - 1) * p->d->slc_block + end - begin : 0;
+    own->tile_end = (int)nsa__ceil_div(own->keys, p->cut.tile);
+    return own;
+}
+
+/* Whether a tile's queries are found by the lists. */
+static int nsa__inverts(const nsa__head_job *job) {
+    return job->plan->is.lists && !job->gathers;
 }
 
 /* A task iterates over the tiles that any of its queries sees. Queries count from 0 in their task;
@@ -118,12 +145,15 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
-    if (p->is.lists) {
+    if (nsa__inverts(job)) {
         nsa__tile_iter_invert(it, job);
     } else {
         int last = 0; /* queries behind a window's last key see none */
         for (int a = 0; a < it->queries; a++) {
-            if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+            if (job->gathers)
+                it->begin[a] = 0, it->end[a] = job->keys;
+            else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
+                it->end[a] = 0;
             last = it->end[a] ? a : last;
         }
         it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
@@ -143,7 +173,7 @@ static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int fir
    end of the span can cut it. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin = it->tile * p->cut.tile, listed = p->is.lists;
+    int begin = it->tile * p->cut.tile, listed = nsa__inverts(job);
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
     int whole = p->cut.tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);

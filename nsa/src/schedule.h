@@ -35,6 +35,8 @@ enum {
     NSA__TASK_NUMBERS = 1 << 17,
     /* lists: times so many in a long sequence, at most; Zen 5, 64k: slc 1.25, backward 1.12 */
     NSA__GROWTH = 4,
+    /* lists: keys that neighbours of a listed block add to what is multiplied, at most */
+    NSA__BESIDE = 32,
     /* lists: tasks of NSA__HEADS_NEAR heads, about; 12/12/64: twice as many 0.96 */
     NSA__TASKS = 32,
     /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
@@ -61,6 +63,7 @@ typedef struct nsa__schedule {
     int task_queries;    /* queries of a task, at most */
     int l2_queries;      /* the same in a short sequence */
     int in_place_max;    /* forward: of sequences with so many queries K and V are read unpacked */
+    int gathers_from;    /* lists: queries that see so many keys are computed from listed ones */
     int head_slots;      /* head jobs that the workspace has packed keys for */
     int least_tasks;     /* of a head job, if its queries are enough */
 } nsa__schedule;
@@ -114,6 +117,19 @@ static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__bra
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
 
+/* Forward, lists whose blocks are no tiles: how many keys a query sees from where on tiles hold the
+   keys that its own list names, and it is computed alone. Below, and in backward, tiles hold
+   neighbouring keys, which queries share. So it pays if a list names few of the keys that lie
+   beside its own. A query alone has few rows, and its product rounds them up to whole vectors. */
+static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group) {
+    const int64_t blocks = nsa_block_list_width(d);
+    const int64_t listed = nsa__min(blocks * d->slc_block, INT_MAX);
+    const int64_t least = nsa__ceil_div(listed * (group + NSA__LANES), group);
+    if (!nsa__traits_of[branch].lists || d->slc_block % NSA__LANES == 0) return INT_MAX;
+    if (blocks * (d->slc_block + NSA__BESIDE) < least || least > INT_MAX) return INT_MAX;
+    return (int)least;
+}
+
 /* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
@@ -125,6 +141,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
     s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
+    s.gathers_from = nsa__gathers_from(d, branch, group);
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
@@ -149,6 +166,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
+    s.gathers_from = INT_MAX;
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);

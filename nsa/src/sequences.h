@@ -9,11 +9,20 @@ typedef struct nsa__key_layout {
     int ring;             /* a decoding cache's: key s lies in row s % ring; 0: straight */
     const int32_t *pages; /* NULL, or where batch and row are found: see nsa__key_row */
     int page_rows, page_offset;
+    const int32_t *list; /* NULL, or keys are counted along a block list, from its first on */
+    int list_block;
 } nsa__key_layout;
 
-/* The row of a key: the one place that knows rings and pages. */
+/* The sequence's key that is number `at` of a list's. */
+static int64_t nsa__key_in_list(const nsa__key_layout *rows, int64_t at) {
+    const uint32_t nth = (uint32_t)at, n = (uint32_t)rows->list_block;
+    return n == 1 ? rows->list[nth] : (int64_t)rows->list[nth / n] * n + nth % n;
+}
+
+/* The row of a key: the one place that knows rings, pages and lists. */
 static void *nsa__key_row(const nsa__key_layout *rows, const nsa_tensor *x, int64_t key,
                           int64_t head) {
+    if (rows->list) key = nsa__key_in_list(rows, key);
     if (rows->pages) {
         uint32_t at = (uint32_t)(key + rows->page_offset), n = (uint32_t)rows->page_rows;
         return nsa__row(x, rows->pages[at / n], at % n, head);
@@ -23,10 +32,17 @@ static void *nsa__key_row(const nsa__key_layout *rows, const nsa_tensor *x, int6
 
 /* Keys from this one on whose rows follow each other by the token stride. */
 static int nsa__rows_together(const nsa__key_layout *rows, int key) {
+    int most = INT_MAX, next = INT_MAX;
+    if (rows->list) {
+        most = rows->list_block - (int)((uint32_t)key % (uint32_t)rows->list_block);
+        key = (int)nsa__key_in_list(rows, key);
+    }
     if (rows->pages)
-        return rows->page_rows -
+        next = rows->page_rows -
                (int)((uint32_t)(key + rows->page_offset) % (uint32_t)rows->page_rows);
-    return rows->ring ? rows->ring - key % rows->ring : INT_MAX;
+    else if (rows->ring)
+        next = rows->ring - key % rows->ring;
+    return (int)nsa__min(most, next);
 }
 
 /* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
