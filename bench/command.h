@@ -3,8 +3,9 @@
 #ifndef BENCH_COMMAND_H
 #define BENCH_COMMAND_H
 
+#include "problem.h" /* before option.h, whose names the parameters of nsa.h would shadow */
+
 #include "base/option.h"
-#include "problem.h"
 #include <errno.h>
 
 static inline void command_read(const option_command *command, int argc, char **argv,
