@@ -187,16 +187,21 @@ train: {steps: 4, seq_len: 128, batch_size: 2, log_every: 1}
 """
 
 
-def stage(scratch, programs=None, model=None):
-    """What a reader of a page has: the tree, the programs, files of their own, and quickstart's model."""
-    for entry in ROOT.iterdir():
-        if entry.name not in ("build", "data", "artifacts", ".git"):
-            (scratch / entry.name).symlink_to(entry)
+def stage_own(scratch):
+    """What a reader brings."""
     (scratch / "my.yaml").write_text(TINY)
     (scratch / "corpus").mkdir()
     text = "".join(f"line {i}, of {i * i % 97} words\n" for i in range(1000))
     for name in ("my_text.txt", "corpus/a.txt", "corpus/b.txt"):
         (scratch / name).write_text(text)
+
+
+def stage(scratch, programs=None, model=None):
+    """What a reader of a page has: the tree, the programs, files of their own, and quickstart's model."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("build", "data", "artifacts", ".git"):
+            (scratch / entry.name).symlink_to(entry)
+    stage_own(scratch)
     for preset in ("release", "quickstart") if programs else ():
         (scratch / "build" / preset).mkdir(parents=True)
         (scratch / "build" / preset / "bin").symlink_to(programs)
@@ -284,9 +289,7 @@ def check_slow(*pages):
             left_out = {"build", "artifacts", ".git", "data"}
             shutil.copytree(ROOT, tree, symlinks=True,
                             ignore=lambda folder, names: left_out & set(names) if folder == str(ROOT) else ())
-            (tree / "corpus").mkdir()
-            for name in ("my_text.txt", "corpus/a.txt"):
-                shutil.copy(ROOT / "nsa/nsa.h", tree / name)
+            stage_own(tree)
             if (ROOT / "data").is_dir():
                 (tree / "data").symlink_to(ROOT / "data")
             def run(script):
