@@ -1803,8 +1803,8 @@ static void nsa__fetch(const void *at, size_t bytes) {
     __asm__ __volatile__("");
 #endif
     for (size_t i = 0; i < bytes; i += 64) NSA__PREFETCH((const char *)at + i);
-    /* malloc's rows begin within a line, and end in the next one */
-    if ((uintptr_t)at % 64) NSA__PREFETCH((const char *)at + bytes - 1);
+    /* malloc's rows begin within a line */
+    if (bytes) NSA__PREFETCH((const char *)at + bytes - 1);
 }
 
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
@@ -8472,7 +8472,6 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
-    int careful;         /* values are looked at before they are multiplied */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
@@ -8552,9 +8551,8 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys. What is not finite is seen in the sums in the end:
-   all is then done again, `careful`, and non-finite rows of values come from copies, as zeros. For
-   more rows than a piece has, values of bf16 are paired ahead. */
+/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
+   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
@@ -8564,8 +8562,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
     if (v.data)
-        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired)
-                     : !f->careful || nsa__finite_rows(o, &v, n);
+        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
         if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
@@ -8856,7 +8853,6 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
     nsa__in_place_alloc(&f->in_place, p, a);
-    f->in_place.careful = 0;
 }
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
@@ -8901,8 +8897,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
-        if (reads && !f->in_place.careful)
-            reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
+        if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
         if (b->mask[i] & nonfinite)
             memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
     }
@@ -8939,25 +8934,6 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
     nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
-}
-
-/* All batches of the tile at hand. */
-static void nsa__forward_tile(nsa__forward *f, const nsa__head_job *job) {
-    for (int i = 0; i < f->iter.tile_queries;) {
-        const nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        (job->in_place ? nsa__forward_batch_in_place : nsa__forward_batch)(f, job, &b);
-        i += b.queries;
-    }
-}
-
-/* Whether the sums are to be made again, by careful looks: see nsa__in_place_sums. */
-static int nsa__forward_again(nsa__forward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const int again =
-        job->in_place && !f->in_place.careful &&
-        !p->tiles->all_finite(f->iter.queries * p->group, p->v.wide, p->v.wide, f->out);
-    f->in_place.careful = again;
-    return again;
 }
 
 /* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
@@ -9005,10 +8981,16 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
-    do {
-        nsa__forward_begin(&f, job, nth);
-        while (nsa__tile_iter_next(&f.iter, job)) nsa__forward_tile(&f, job);
-    } while (nsa__forward_again(&f, job));
+    nsa__forward_begin(&f, job, nth);
+    while (nsa__tile_iter_next(&f.iter, job))
+        for (int i = 0; i < f.iter.tile_queries;) {
+            nsa__batch b = nsa__batch_at(&f.iter, job, i);
+            if (job->in_place)
+                nsa__forward_batch_in_place(&f, job, &b);
+            else
+                nsa__forward_batch(&f, job, &b);
+            i += b.queries;
+        }
     nsa__forward_end(&f, job);
 }
 

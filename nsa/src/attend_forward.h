@@ -42,7 +42,6 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
     nsa__in_place_alloc(&f->in_place, p, a);
-    f->in_place.careful = 0;
 }
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
@@ -87,8 +86,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
-        if (reads && !f->in_place.careful)
-            reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
+        if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
         if (b->mask[i] & nonfinite)
             memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
     }
@@ -125,25 +123,6 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
     nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
-}
-
-/* All batches of the tile at hand. */
-static void nsa__forward_tile(nsa__forward *f, const nsa__head_job *job) {
-    for (int i = 0; i < f->iter.tile_queries;) {
-        const nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        (job->in_place ? nsa__forward_batch_in_place : nsa__forward_batch)(f, job, &b);
-        i += b.queries;
-    }
-}
-
-/* Whether the sums are to be made again, by careful looks: see nsa__in_place_sums. */
-static int nsa__forward_again(nsa__forward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const int again =
-        job->in_place && !f->in_place.careful &&
-        !p->tiles->all_finite(f->iter.queries * p->group, p->v.wide, p->v.wide, f->out);
-    f->in_place.careful = again;
-    return again;
 }
 
 /* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
@@ -191,10 +170,16 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
-    do {
-        nsa__forward_begin(&f, job, nth);
-        while (nsa__tile_iter_next(&f.iter, job)) nsa__forward_tile(&f, job);
-    } while (nsa__forward_again(&f, job));
+    nsa__forward_begin(&f, job, nth);
+    while (nsa__tile_iter_next(&f.iter, job))
+        for (int i = 0; i < f.iter.tile_queries;) {
+            nsa__batch b = nsa__batch_at(&f.iter, job, i);
+            if (job->in_place)
+                nsa__forward_batch_in_place(&f, job, &b);
+            else
+                nsa__forward_batch(&f, job, &b);
+            i += b.queries;
+        }
     nsa__forward_end(&f, job);
 }
 

@@ -45,7 +45,6 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
-    int careful;         /* values are looked at before they are multiplied */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
@@ -125,9 +124,8 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys. What is not finite is seen in the sums in the end:
-   all is then done again, `careful`, and non-finite rows of values come from copies, as zeros. For
-   more rows than a piece has, values of bf16 are paired ahead. */
+/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
+   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
@@ -137,8 +135,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
     if (v.data)
-        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired)
-                     : !f->careful || nsa__finite_rows(o, &v, n);
+        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
         if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);

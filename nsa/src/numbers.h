@@ -130,8 +130,8 @@ static void nsa__fetch(const void *at, size_t bytes) {
     __asm__ __volatile__("");
 #endif
     for (size_t i = 0; i < bytes; i += 64) NSA__PREFETCH((const char *)at + i);
-    /* malloc's rows begin within a line, and end in the next one */
-    if ((uintptr_t)at % 64) NSA__PREFETCH((const char *)at + bytes - 1);
+    /* malloc's rows begin within a line */
+    if (bytes) NSA__PREFETCH((const char *)at + bytes - 1);
 }
 
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
