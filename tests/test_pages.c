@@ -882,6 +882,13 @@ int main(int argc, char **argv) {
         kind_options o = options_of((kind)of, &d, 0);
         test_batch(&d, &o, RAGGED | PAGED, 3 * d.cmp_stride, NSA_REAL_DTYPE, 0);
     }
+#ifndef CHECK_CUDA
+    /* Listed blocks that go on in another page, where keys are counted along a list. */
+    nsa_desc listed = desc_of(shape("blocks of 2"));
+    listed.slc_block = 6;
+    const kind_options slc = options_of(SLC, &listed, 0);
+    test_batch(&listed, &slc, RAGGED | PAGED, 8, NSA_REAL_DTYPE, 0);
+#endif
 #if defined(CHECK_CUDA) && !defined(CHECK_RACES)
     /* Whole tiles of keys, which sm_90a copies otherwise where they are in no pages; selection. */
     nsa_desc whole = desc_of(shape("T > w, one block more"));
