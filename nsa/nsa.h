@@ -3023,13 +3023,13 @@ typedef struct nsa__matrix {
 } nsa__matrix;
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
-   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
+   scale[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
     nsa_real *data;
     ptrdiff_t row;
     const int *rows; /* NULL: all rows in order */
     int add;
-    const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
+    const nsa_real *scale; /* a factor for each row of the product, NULL: 1 */
 } nsa__result;
 
 /* All rows in order, without a factor. */
@@ -3064,8 +3064,8 @@ typedef struct nsa__tiles {
     void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
                     const nsa__running *so_far);
     /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
-       A row without keys, whose l is 0, has over = 0 and lse = -inf. */
-    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
+       A row without keys, whose l is 0, has inv_l = 0 and lse = -inf. */
+    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l, nsa_real *lse);
     /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);
@@ -3335,14 +3335,14 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
                                                nsa_real factor) {
     NSA__ARITHMETIC
-    if (c.keep) {
+    if (c.scale) {
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            const NSA__V scale = NSA__T(splat)(c.scale[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
                 NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
         }
         return;
     }
@@ -3362,8 +3362,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
-   and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
-   begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
+   and column alone. With `add` alone the chain begins with the c that is there. With `scale` it
+   begins with 0 and scale c is added at the end. Softmax adds many tiles to a row: a chain for each
    tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
@@ -3379,7 +3379,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++)
-            if (c.add && !c.keep)
+            if (c.add && !c.scale)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
@@ -3426,7 +3426,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
             c.rows += rows;
         else
             c.data += rows * c.row;
-        if (c.keep) c.keep += rows;
+        if (c.scale) c.scale += rows;
     }
 }
 
@@ -3570,10 +3570,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
             nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.keep ? *to : 0;
+            nsa_real sum = c.add && !c.scale ? *to : 0;
             for (int p = 0; p < k; p++)
                 sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.keep ? sum + c.keep[i] * *to : sum;
+            *to = c.scale ? sum + c.scale[i] * *to : sum;
         }
 }
 
@@ -3747,7 +3747,7 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
 
 /* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
    -ffast-math knows none. */
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
     nsa_real part[NSA__LANES][NSA__LANES];
@@ -3758,9 +3758,9 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     for (int r = 0; r < NSA__LANES; r++) {
         const nsa_real l = part[0][r];
         const int none = l == 0;
-        const double some = none ? 1 : (double)l;
-        over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)((double)m[r] + log(some));
+        const double sum = none ? 1 : (double)l;
+        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
+        part[1][r] = (nsa_real)((double)m[r] + log(sum));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -4012,14 +4012,14 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
                                                nsa_real factor) {
     NSA__ARITHMETIC
-    if (c.keep) {
+    if (c.scale) {
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            const NSA__V scale = NSA__T(splat)(c.scale[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
                 NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
         }
         return;
     }
@@ -4051,7 +4051,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++)
-            if (c.add && !c.keep)
+            if (c.add && !c.scale)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
@@ -4095,7 +4095,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
             c.rows += rows;
         else
             c.data += rows * c.row;
-        if (c.keep) c.keep += rows;
+        if (c.scale) c.scale += rows;
     }
 }
 
@@ -4231,10 +4231,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
             nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.keep ? *to : 0;
+            nsa_real sum = c.add && !c.scale ? *to : 0;
             for (int p = 0; p < k; p++)
                 sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.keep ? sum + c.keep[i] * *to : sum;
+            *to = c.scale ? sum + c.scale[i] * *to : sum;
         }
 }
 
@@ -4392,7 +4392,7 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
     nsa_real part[NSA__LANES][NSA__LANES];
@@ -4403,9 +4403,9 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     for (int r = 0; r < NSA__LANES; r++) {
         const nsa_real l = part[0][r];
         const int none = l == 0;
-        const double some = none ? 1 : (double)l;
-        over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)((double)m[r] + log(some));
+        const double sum = none ? 1 : (double)l;
+        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
+        part[1][r] = (nsa_real)((double)m[r] + log(sum));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -4652,14 +4652,14 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
                                                nsa_real factor) {
     NSA__ARITHMETIC
-    if (c.keep) {
+    if (c.scale) {
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            const NSA__V scale = NSA__T(splat)(c.scale[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
                 NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
         }
         return;
     }
@@ -4691,7 +4691,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++)
-            if (c.add && !c.keep)
+            if (c.add && !c.scale)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
@@ -4735,7 +4735,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
             c.rows += rows;
         else
             c.data += rows * c.row;
-        if (c.keep) c.keep += rows;
+        if (c.scale) c.scale += rows;
     }
 }
 
@@ -4871,10 +4871,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
             nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.keep ? *to : 0;
+            nsa_real sum = c.add && !c.scale ? *to : 0;
             for (int p = 0; p < k; p++)
                 sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.keep ? sum + c.keep[i] * *to : sum;
+            *to = c.scale ? sum + c.scale[i] * *to : sum;
         }
 }
 
@@ -5032,7 +5032,7 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
     nsa_real part[NSA__LANES][NSA__LANES];
@@ -5043,9 +5043,9 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     for (int r = 0; r < NSA__LANES; r++) {
         const nsa_real l = part[0][r];
         const int none = l == 0;
-        const double some = none ? 1 : (double)l;
-        over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)((double)m[r] + log(some));
+        const double sum = none ? 1 : (double)l;
+        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
+        part[1][r] = (nsa_real)((double)m[r] + log(sum));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -5284,14 +5284,14 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
                                                nsa_real factor) {
     NSA__ARITHMETIC
-    if (c.keep) {
+    if (c.scale) {
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            const NSA__V scale = NSA__T(splat)(c.scale[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
                 NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
         }
         return;
     }
@@ -5323,7 +5323,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++)
-            if (c.add && !c.keep)
+            if (c.add && !c.scale)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
@@ -5367,7 +5367,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
             c.rows += rows;
         else
             c.data += rows * c.row;
-        if (c.keep) c.keep += rows;
+        if (c.scale) c.scale += rows;
     }
 }
 
@@ -5503,10 +5503,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
             nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.keep ? *to : 0;
+            nsa_real sum = c.add && !c.scale ? *to : 0;
             for (int p = 0; p < k; p++)
                 sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.keep ? sum + c.keep[i] * *to : sum;
+            *to = c.scale ? sum + c.scale[i] * *to : sum;
         }
 }
 
@@ -5664,7 +5664,7 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
     nsa_real part[NSA__LANES][NSA__LANES];
@@ -5675,9 +5675,9 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     for (int r = 0; r < NSA__LANES; r++) {
         const nsa_real l = part[0][r];
         const int none = l == 0;
-        const double some = none ? 1 : (double)l;
-        over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)((double)m[r] + log(some));
+        const double sum = none ? 1 : (double)l;
+        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
+        part[1][r] = (nsa_real)((double)m[r] + log(sum));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -5942,14 +5942,14 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
                                                nsa_real factor) {
     NSA__ARITHMETIC
-    if (c.keep) {
+    if (c.scale) {
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            const NSA__V scale = NSA__T(splat)(c.scale[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
                 NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
         }
         return;
     }
@@ -5981,7 +5981,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++)
-            if (c.add && !c.keep)
+            if (c.add && !c.scale)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
@@ -6025,7 +6025,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
             c.rows += rows;
         else
             c.data += rows * c.row;
-        if (c.keep) c.keep += rows;
+        if (c.scale) c.scale += rows;
     }
 }
 
@@ -6161,10 +6161,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
             nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.keep ? *to : 0;
+            nsa_real sum = c.add && !c.scale ? *to : 0;
             for (int p = 0; p < k; p++)
                 sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.keep ? sum + c.keep[i] * *to : sum;
+            *to = c.scale ? sum + c.scale[i] * *to : sum;
         }
 }
 
@@ -6322,7 +6322,7 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
     nsa_real part[NSA__LANES][NSA__LANES];
@@ -6333,9 +6333,9 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     for (int r = 0; r < NSA__LANES; r++) {
         const nsa_real l = part[0][r];
         const int none = l == 0;
-        const double some = none ? 1 : (double)l;
-        over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)((double)m[r] + log(some));
+        const double sum = none ? 1 : (double)l;
+        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
+        part[1][r] = (nsa_real)((double)m[r] + log(sum));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -7731,7 +7731,7 @@ static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int 
 
 /* Numbers of the format from row to row of a view, and whether products read its rows where they
    lie: they are of the format, whole vectors, and pairs begin where a pair may lie. */
-static ptrdiff_t nsa__operand_apart(const nsa__operand *o, const nsa_tensor *x) {
+static ptrdiff_t nsa__operand_stride(const nsa__operand *o, const nsa_tensor *x) {
     return (ptrdiff_t)(o->pairs ? x->token / 2 : x->token);
 }
 static int nsa__is_operand(const nsa__operand *o, const nsa_tensor *x) {
@@ -8171,7 +8171,7 @@ typedef struct nsa__batch {
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
     int first, last;      /* the same in whole pairs, for products where keys are rows */
-    int key, held; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
+    int key, present; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
@@ -8195,7 +8195,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
     for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
     b.key = it->tile * p->cut.tile + b.begin;
-    b.held = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
+    b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
     return b;
 }
 
@@ -8438,16 +8438,16 @@ static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa_
    a row's stride. */
 static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x,
                                       const nsa__operand *o, const nsa__batch *b, int *order) {
-    nsa__matrix rows = {NULL, nsa__operand_apart(o, x), 1, NULL};
-    const int begin = b->key, n = b->held;
+    nsa__matrix rows = {NULL, nsa__operand_stride(o, x), 1, NULL};
+    const int begin = b->key, n = b->present;
     const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
     if (!nsa__is_operand(o, x)) return rows;
-    for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
-        ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
-        ptrdiff_t at = rows.row ? apart / rows.row : 0;
-        if (at * rows.row != apart || at < INT_MIN || at > INT_MAX - n) return rows;
-        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
-        for (int r = 0; r < some; r++) order[i + r] = (int)at + r;
+    for (int i = 0, together; n > nsa__rows_together(&job->rows, begin) && i < n; i += together) {
+        ptrdiff_t offset = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
+        ptrdiff_t at = rows.row ? offset / rows.row : 0;
+        if (at * rows.row != offset || at < INT_MIN || at > INT_MAX - n) return rows;
+        together = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
+        for (int r = 0; r < together; r++) order[i + r] = (int)at + r;
         rows.rows = order;
     }
     rows.data = first;
@@ -8502,7 +8502,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
                                   const nsa__tile_iter *it, const nsa__batch *b,
                                   const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
-    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->held;
+    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->present;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
@@ -8522,7 +8522,7 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
                                     const nsa__operand *o, const nsa__batch *b) {
     nsa__matrix rows = {f->rows, o->stride, 1, NULL};
     nsa_real *copy = f->rows;
-    for (int i = 0; i < b->held; i++, copy += o->stride)
+    for (int i = 0; i < b->present; i++, copy += o->stride)
         if (!nsa__copy_operand(o, copy, x->dtype, nsa__key(job, x, b->key + i)))
             f->nonfinite |= (uint64_t)1 << i;
     return rows;
@@ -8530,12 +8530,12 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
 
 /* The batch's scores as rows of s, `apart` numbers from each other. A non-finite key makes a
    non-finite score, so keys are tested one by one, in copies, only if a score is not finite. The
-   last tile may be short: of its keys only `held` exist, and masks hide the rest. */
+   last tile may be short: of its keys only `present` exist, and masks hide the rest. */
 static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
                                  const nsa__tile_iter *it, const nsa__batch *b, ptrdiff_t apart,
                                  nsa_real *s) {
     const nsa__attend_plan *p = job->plan;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->held, done = 0;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
     if (k.data) {
@@ -8557,7 +8557,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
-    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->held;
+    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
     const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
@@ -8841,14 +8841,14 @@ typedef struct nsa__forward {
 
 static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
-            some = (int64_t)p->cut.batch_queries * p->group;
+            batch_rows = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, rows * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
-    f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
-    f->s = nsa__alloc_reals(a, some * p->cut.tile);
+    f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
+    f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
@@ -8936,18 +8936,18 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
-/* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
+/* out of one row, times `inv_l` = 1 / l, and lse; both are NaN if the row used what is not finite.
    Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
    same bits. */
-static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real over,
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real inv_l,
                              nsa_real lse) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
     int in_place = nsa__rows_of_reals(out, p->d->dim_v);
     nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, over, sums, to);
-    if (over != 0 && f->nonfinite[r]) {
+    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    if (inv_l != 0 && f->nonfinite[r]) {
         for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
         lse = nsa__nan();
     }
@@ -8959,11 +8959,11 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int rows = f->iter.queries * p->group;
-    nsa_real over[NSA__LANES], lse[NSA__LANES];
+    nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
         int i = r % NSA__LANES;
-        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        nsa__forward_row(f, job, r, over[i], lse[i]);
+        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
+        nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
@@ -8995,7 +8995,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
 }
 
 /* Head jobs of sequences with few queries that run side by side. */
-static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
+static int64_t nsa__in_place_slots(const nsa__attend_plan *p) {
     return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
 }
 
@@ -9003,8 +9003,8 @@ static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
    that read in place. */
 static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                           nsa__arena *shared) {
-    nsa__head_job *few =
-        (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
+    nsa__head_job *in_place =
+        (nsa__head_job *)nsa__alloc(shared, nsa__in_place_slots(p), sizeof(nsa__head_job));
     for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
@@ -9014,7 +9014,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
     }
-    return few;
+    return in_place;
 }
 
 /* Plans for `x`, which is NULL in a size query. */
@@ -9039,12 +9039,12 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
 /* The jobs of a call, with memory of the workspace. Returns those that read in place. */
 static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
                                         nsa__arena *shared) {
-    nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, p, shared);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, threads);
         if (p->options.select) nsa__fill_stencil(&jobs[i]);
     }
-    return few;
+    return in_place;
 }
 
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
@@ -9053,9 +9053,9 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
    have empty ones. */
-static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
+static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
-    nsa__team some = *team;
+    nsa__team fewer = *team;
     int64_t work = 0, most = 0;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
@@ -9064,13 +9064,14 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
         most = nsa__max(most, nsa__head_tasks(&jobs[i]));
         jobs[i].heads = n;
     }
-    some.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    nsa__run(&some, n * most, nsa__forward_task, jobs);
+    fewer.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
+    nsa__run(&fewer, n * most, nsa__forward_task, jobs);
 }
 
 /* Runs the sequences with few queries and the queries that gather, which read keys in place.
    Nothing is packed for them, so heads of many sequences run at once. */
-static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
+static void nsa__forward_in_place(const nsa__head_job *any, nsa__head_job *jobs,
+                                  const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
     for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
@@ -9081,11 +9082,11 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
             jobs[n] = *any;
             jobs[n].gathers = gathers;
             nsa__set_head(&jobs[n], &part, i % p->heads, 0);
-            if (++n < nsa__few_at_once(p)) continue;
-            nsa__forward_few_run(jobs, n, team);
+            if (++n < nsa__in_place_slots(p)) continue;
+            nsa__in_place_run(jobs, n, team);
             n = 0;
         }
-    if (n) nsa__forward_few_run(jobs, n, team);
+    if (n) nsa__in_place_run(jobs, n, team);
 }
 
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
@@ -9093,8 +9094,8 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *few = nsa__forward_jobs(jobs, p, team.threads, &shared);
-    nsa__forward_few(jobs, few, &team);
+    nsa__head_job *in_place = nsa__forward_jobs(jobs, p, team.threads, &shared);
+    nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
 }
@@ -11143,9 +11144,10 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
                                          int count) {
     if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
         return 0;
-    int few = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
-    size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
-    return of_few > of_all ? of_few : of_all;
+    int step = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
+    size_t step_bytes = nsa__decode_bytes(x, *cache, step),
+           chunk_bytes = nsa__decode_bytes(x, *cache, count);
+    return step_bytes > chunk_bytes ? step_bytes : chunk_bytes;
 }
 
 /* Checks the views of the chain over the cache's arrays, then those of the new rows. */

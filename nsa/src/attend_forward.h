@@ -30,14 +30,14 @@ typedef struct nsa__forward {
 
 static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
-            some = (int64_t)p->cut.batch_queries * p->group;
+            batch_rows = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, rows * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
-    f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
-    f->s = nsa__alloc_reals(a, some * p->cut.tile);
+    f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
+    f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
@@ -125,18 +125,18 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
-/* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
+/* out of one row, times `inv_l` = 1 / l, and lse; both are NaN if the row used what is not finite.
    Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
    same bits. */
-static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real over,
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real inv_l,
                              nsa_real lse) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
     int in_place = nsa__rows_of_reals(out, p->d->dim_v);
     nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, over, sums, to);
-    if (over != 0 && f->nonfinite[r]) {
+    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    if (inv_l != 0 && f->nonfinite[r]) {
         for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
         lse = nsa__nan();
     }
@@ -148,11 +148,11 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int rows = f->iter.queries * p->group;
-    nsa_real over[NSA__LANES], lse[NSA__LANES];
+    nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
         int i = r % NSA__LANES;
-        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        nsa__forward_row(f, job, r, over[i], lse[i]);
+        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
+        nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
@@ -184,7 +184,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
 }
 
 /* Head jobs of sequences with few queries that run side by side. */
-static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
+static int64_t nsa__in_place_slots(const nsa__attend_plan *p) {
     return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
 }
 
@@ -192,8 +192,8 @@ static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
    that read in place. */
 static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                           nsa__arena *shared) {
-    nsa__head_job *few =
-        (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
+    nsa__head_job *in_place =
+        (nsa__head_job *)nsa__alloc(shared, nsa__in_place_slots(p), sizeof(nsa__head_job));
     for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
@@ -203,7 +203,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
     }
-    return few;
+    return in_place;
 }
 
 /* Plans for `x`, which is NULL in a size query. */
@@ -228,12 +228,12 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
 /* The jobs of a call, with memory of the workspace. Returns those that read in place. */
 static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
                                         nsa__arena *shared) {
-    nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, p, shared);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, threads);
         if (p->options.select) nsa__fill_stencil(&jobs[i]);
     }
-    return few;
+    return in_place;
 }
 
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
@@ -242,9 +242,9 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
    have empty ones. */
-static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
+static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
-    nsa__team some = *team;
+    nsa__team fewer = *team;
     int64_t work = 0, most = 0;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
@@ -253,13 +253,14 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
         most = nsa__max(most, nsa__head_tasks(&jobs[i]));
         jobs[i].heads = n;
     }
-    some.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    nsa__run(&some, n * most, nsa__forward_task, jobs);
+    fewer.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
+    nsa__run(&fewer, n * most, nsa__forward_task, jobs);
 }
 
 /* Runs the sequences with few queries and the queries that gather, which read keys in place.
    Nothing is packed for them, so heads of many sequences run at once. */
-static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
+static void nsa__forward_in_place(const nsa__head_job *any, nsa__head_job *jobs,
+                                  const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
     for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
@@ -270,11 +271,11 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
             jobs[n] = *any;
             jobs[n].gathers = gathers;
             nsa__set_head(&jobs[n], &part, i % p->heads, 0);
-            if (++n < nsa__few_at_once(p)) continue;
-            nsa__forward_few_run(jobs, n, team);
+            if (++n < nsa__in_place_slots(p)) continue;
+            nsa__in_place_run(jobs, n, team);
             n = 0;
         }
-    if (n) nsa__forward_few_run(jobs, n, team);
+    if (n) nsa__in_place_run(jobs, n, team);
 }
 
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
@@ -282,8 +283,8 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *few = nsa__forward_jobs(jobs, p, team.threads, &shared);
-    nsa__forward_few(jobs, few, &team);
+    nsa__head_job *in_place = nsa__forward_jobs(jobs, p, team.threads, &shared);
+    nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
 }

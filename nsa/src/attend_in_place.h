@@ -11,16 +11,16 @@
    a row's stride. */
 static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x,
                                       const nsa__operand *o, const nsa__batch *b, int *order) {
-    nsa__matrix rows = {NULL, nsa__operand_apart(o, x), 1, NULL};
-    const int begin = b->key, n = b->held;
+    nsa__matrix rows = {NULL, nsa__operand_stride(o, x), 1, NULL};
+    const int begin = b->key, n = b->present;
     const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
     if (!nsa__is_operand(o, x)) return rows;
-    for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
-        ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
-        ptrdiff_t at = rows.row ? apart / rows.row : 0;
-        if (at * rows.row != apart || at < INT_MIN || at > INT_MAX - n) return rows;
-        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
-        for (int r = 0; r < some; r++) order[i + r] = (int)at + r;
+    for (int i = 0, together; n > nsa__rows_together(&job->rows, begin) && i < n; i += together) {
+        ptrdiff_t offset = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
+        ptrdiff_t at = rows.row ? offset / rows.row : 0;
+        if (at * rows.row != offset || at < INT_MIN || at > INT_MAX - n) return rows;
+        together = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
+        for (int r = 0; r < together; r++) order[i + r] = (int)at + r;
         rows.rows = order;
     }
     rows.data = first;
@@ -75,7 +75,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
                                   const nsa__tile_iter *it, const nsa__batch *b,
                                   const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
-    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->held;
+    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->present;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
@@ -95,7 +95,7 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
                                     const nsa__operand *o, const nsa__batch *b) {
     nsa__matrix rows = {f->rows, o->stride, 1, NULL};
     nsa_real *copy = f->rows;
-    for (int i = 0; i < b->held; i++, copy += o->stride)
+    for (int i = 0; i < b->present; i++, copy += o->stride)
         if (!nsa__copy_operand(o, copy, x->dtype, nsa__key(job, x, b->key + i)))
             f->nonfinite |= (uint64_t)1 << i;
     return rows;
@@ -103,12 +103,12 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
 
 /* The batch's scores as rows of s, `apart` numbers from each other. A non-finite key makes a
    non-finite score, so keys are tested one by one, in copies, only if a score is not finite. The
-   last tile may be short: of its keys only `held` exist, and masks hide the rest. */
+   last tile may be short: of its keys only `present` exist, and masks hide the rest. */
 static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
                                  const nsa__tile_iter *it, const nsa__batch *b, ptrdiff_t apart,
                                  nsa_real *s) {
     const nsa__attend_plan *p = job->plan;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->held, done = 0;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
     if (k.data) {
@@ -130,7 +130,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
-    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->held;
+    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
     const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;

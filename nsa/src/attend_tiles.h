@@ -215,7 +215,7 @@ typedef struct nsa__batch {
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
     int first, last;      /* the same in whole pairs, for products where keys are rows */
-    int key, held; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
+    int key, present; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
@@ -239,7 +239,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
     for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
     b.key = it->tile * p->cut.tile + b.begin;
-    b.held = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
+    b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
     return b;
 }
 

@@ -301,9 +301,10 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
                                          int count) {
     if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
         return 0;
-    int few = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
-    size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
-    return of_few > of_all ? of_few : of_all;
+    int step = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
+    size_t step_bytes = nsa__decode_bytes(x, *cache, step),
+           chunk_bytes = nsa__decode_bytes(x, *cache, count);
+    return step_bytes > chunk_bytes ? step_bytes : chunk_bytes;
 }
 
 /* Checks the views of the chain over the cache's arrays, then those of the new rows. */

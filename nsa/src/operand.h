@@ -96,7 +96,7 @@ static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int 
 
 /* Numbers of the format from row to row of a view, and whether products read its rows where they
    lie: they are of the format, whole vectors, and pairs begin where a pair may lie. */
-static ptrdiff_t nsa__operand_apart(const nsa__operand *o, const nsa_tensor *x) {
+static ptrdiff_t nsa__operand_stride(const nsa__operand *o, const nsa_tensor *x) {
     return (ptrdiff_t)(o->pairs ? x->token / 2 : x->token);
 }
 static int nsa__is_operand(const nsa__operand *o, const nsa_tensor *x) {

@@ -21,13 +21,13 @@ typedef struct nsa__matrix {
 } nsa__matrix;
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
-   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
+   scale[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
     nsa_real *data;
     ptrdiff_t row;
     const int *rows; /* NULL: all rows in order */
     int add;
-    const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
+    const nsa_real *scale; /* a factor for each row of the product, NULL: 1 */
 } nsa__result;
 
 /* All rows in order, without a factor. */
@@ -62,8 +62,8 @@ typedef struct nsa__tiles {
     void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
                     const nsa__running *so_far);
     /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
-       A row without keys, whose l is 0, has over = 0 and lse = -inf. */
-    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
+       A row without keys, whose l is 0, has inv_l = 0 and lse = -inf. */
+    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l, nsa_real *lse);
     /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);

@@ -207,14 +207,14 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
                                                nsa_real factor) {
     NSA__ARITHMETIC
-    if (c.keep) {
+    if (c.scale) {
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            const NSA__V scale = NSA__T(splat)(c.scale[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
                 NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
         }
         return;
     }
@@ -234,8 +234,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
-   and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
-   begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
+   and column alone. With `add` alone the chain begins with the c that is there. With `scale` it
+   begins with 0 and scale c is added at the end. Softmax adds many tiles to a row: a chain for each
    tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
@@ -251,7 +251,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++)
-            if (c.add && !c.keep)
+            if (c.add && !c.scale)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
@@ -298,7 +298,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
             c.rows += rows;
         else
             c.data += rows * c.row;
-        if (c.keep) c.keep += rows;
+        if (c.scale) c.scale += rows;
     }
 }
 
@@ -442,10 +442,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
             nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.keep ? *to : 0;
+            nsa_real sum = c.add && !c.scale ? *to : 0;
             for (int p = 0; p < k; p++)
                 sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.keep ? sum + c.keep[i] * *to : sum;
+            *to = c.scale ? sum + c.scale[i] * *to : sum;
         }
 }
 
@@ -619,7 +619,7 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
 
 /* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
    -ffast-math knows none. */
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
     nsa_real part[NSA__LANES][NSA__LANES];
@@ -630,9 +630,9 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     for (int r = 0; r < NSA__LANES; r++) {
         const nsa_real l = part[0][r];
         const int none = l == 0;
-        const double some = none ? 1 : (double)l;
-        over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)((double)m[r] + log(some));
+        const double sum = none ? 1 : (double)l;
+        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
+        part[1][r] = (nsa_real)((double)m[r] + log(sum));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
