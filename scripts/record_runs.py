@@ -26,9 +26,13 @@ def machine():
 
 
 def commit():
+    """Of this tree; "" where it is no checkout, or where there is no git."""
     root = pathlib.Path(__file__).resolve().parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, check=True, text=True,
-                          stdout=subprocess.PIPE)
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip()
 
 
