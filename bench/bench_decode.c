@@ -185,7 +185,7 @@ static const option own[] = {
     {.flag = "--quick",
      .kind = OPTION_SWITCH,
      .offset = offsetof(options, quick),
-     .help = "8192 tokens, one sequence, one thread"},
+     .help = "16,1,64 of 8192 tokens alone"},
     {.flag = "--shape",
      .kind = OPTION_LIST,
      .offset = offsetof(options, shapes),
@@ -198,7 +198,7 @@ static const option own[] = {
      .min = 1,
      .max = 4096,
      .initial = "1",
-     .help = "sequences of each --shape"},
+     .help = "sequences, of each --shape"},
     {.flag = "--threads",
      .kind = OPTION_INTEGER,
      .offset = offsetof(options, threads),
@@ -232,11 +232,15 @@ int main(int argc, char **argv) {
     shape shapes[OPTION_LIST_MOST] = {{16, 1, 64, 8192, 0}};
     command_read(&command, argc, argv, &given);
     int count = command_shapes(command.name, &given.shapes, shapes);
+    if (given.quick && !count) count = 1;
+    if (!count && (given.batch > 1 || given.threads > 1)) {
+        fprintf(stderr, "bench_decode: --batch and --threads have no effect without --shape\n");
+        return 2;
+    }
     nsa_dtype dtype = (nsa_dtype)given.dtype;
     report r = {command_json(command.name, given.json), 0};
     if (r.json) report_origin(r.json);
     if (r.json) fprintf(r.json, "  \"rows\": [");
-    if (given.quick && !count) count = 1;
     machine on = {0, 0};
     if (count) on = machine_of(dtype, (int)given.threads);
     for (int i = 0; i < count; i++)
