@@ -55,11 +55,13 @@ static int is_full(int fd) {
     ssize_t n = name ? readlink(link, path, sizeof path - 1) : -1;
     if (n < 0 || (size_t)n < strlen(name)) return 0;
     path[n] = 0;
-    return !strcmp(path + n - strlen(name), name) && ++writes == number_of("FULL_AT");
+    return !strcmp(path + n - strlen(name), name) &&
+           __atomic_add_fetch(&writes, 1, __ATOMIC_RELAXED) == number_of("FULL_AT");
 }
 
 ssize_t write(int fd, const void *from, size_t bytes) {
-    static int cut; /* the rest of a write that was cut is what fails */
+    static __thread int cut; /* the rest of a write that was cut is what fails: of this thread's,
+                                not of a line that another prints meanwhile */
     count();
     if (cut) {
         cut = 0;
