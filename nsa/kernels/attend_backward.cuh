@@ -1,8 +1,8 @@
 /* attend_backward.cuh: attention over few keys, backward: one core for all branches.
    Twin: nsa.h, "Attention over few keys", its backward.
    Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), what a
-   thread block that keeps keys works through (attend_key_work.cuh), what dq knows of its rows
-   (attend_dq_rows.cuh), forward (attend_forward.cuh).
+   thread block that keeps keys works through (attend_dkv_scheduler.cuh), what dq knows of its rows
+   (attend_dq_epilogue.cuh), forward (attend_forward.cuh).
 
    With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
      dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]

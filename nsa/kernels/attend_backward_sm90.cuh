@@ -1,6 +1,7 @@
 /* attend_backward_sm90.cuh: attention over few keys, dk and dv, as a pipeline for sm_90a.
    Twin: nsa.h, "Attention over few keys", its backward; attend_backward.cuh says what is computed.
-   Not here: which keys and rows (attend_keys.cuh, attend_key_work.cuh), dq, other architectures.
+   Not here: which keys and rows (attend_keys.cuh, attend_dkv_scheduler.cuh), dq, other
+   architectures.
 
    A thread block keeps a tile of keys and meets every row that reads one of them. The third
    warpgroup is the producer: it finds the rows, copies them into stages and publishes beside each
@@ -37,7 +38,7 @@
 #ifndef NSA_ATTEND_BACKWARD_SM90_CUH
 #define NSA_ATTEND_BACKWARD_SM90_CUH
 
-#include "attend_key_work.cuh"
+#include "attend_dkv_scheduler.cuh"
 
 /* Whether the pipeline serves these heads: wider ones leave no registers for the sums. */
 template <typename T, int DK, int DV, bool LISTS = false> struct nsa__cuda_dkv_pipe {

@@ -1,14 +1,14 @@
 /* attend_dq_sm90.cuh: attention over few keys, dq, as a pipeline for sm_90a.
    Twin: nsa.h, "Attention over few keys", its backward; to the bit what attend_backward.cuh
    computes.
-   Not here: which keys (attend_keys.cuh), rows (attend_dq_rows.cuh), dk and dv, other
+   Not here: which keys (attend_keys.cuh), rows (attend_dq_epilogue.cuh), dk and dv, other
    architectures.
 
-   attend_pipe.cuh has the pipeline: one warpgroup copies key tiles, two multiply. A consumer's tile
-   has three products: s = q k^T, dp = dout v^T, dq += ds k. It starts the first two of the next
-   tile before the last of this one, and makes p of the next while those run. The branches follow
-   each other in one walk, so dq stays in registers; the producer goes on to the next branch while
-   consumers have tiles of the one before.
+   attend_mainloop_sm90.cuh has the pipeline: one warpgroup copies key tiles, two multiply. A
+   consumer's tile has three products: s = q k^T, dp = dout v^T, dq += ds k. It starts the first two
+   of the next tile before the last of this one, and makes p of the next while those run. The
+   branches follow each other in one walk, so dq stays in registers; the producer goes on to the
+   next branch while consumers have tiles of the one before.
 
    | heads    | Q tile | key tile | stages | dynamic shared | registers: consumer, producer |
    |---|---|---|---|---|---|
@@ -19,7 +19,7 @@
 #ifndef NSA_ATTEND_DQ_SM90_CUH
 #define NSA_ATTEND_DQ_SM90_CUH
 
-#include "attend_dq_rows.cuh"
+#include "attend_dq_epilogue.cuh"
 
 /* Whether the pipeline serves these heads: wider ones leave no registers for a tile of 64 keys. */
 template <typename T, int DK, int DV>

@@ -2,11 +2,11 @@
    Twin: nsa.h, "Attention over few keys"; to the bit what attend_forward.cuh computes.
    Not here: which keys (attend_keys.cuh), softmax (attend_softmax.cuh), other architectures.
 
-   attend_pipe.cuh has the pipeline: one warpgroup copies key tiles, two multiply. A consumer starts
-   q k of the next tile before p v of this one, and takes the softmax of the next while p v runs.
-   Descriptors of both products are made before the wait for the next tile. In slc a warpgroup
-   multiplies rows that do not read a block, too, if others do: bytes from L2 bound lists that
-   differ, not products.
+   attend_mainloop_sm90.cuh has the pipeline: one warpgroup copies key tiles, two multiply. A
+   consumer starts q k of the next tile before p v of this one, and takes the softmax of the next
+   while p v runs. Descriptors of both products are made before the wait for the next tile. In slc a
+   warpgroup multiplies rows that do not read a block, too, if others do: bytes from L2 bound lists
+   that differ, not products.
 
    | heads    | Q tile | key tile | stages | dynamic shared | registers: consumer, producer |
    |---|---|---|---|---|---|
@@ -17,7 +17,7 @@
 #ifndef NSA_ATTEND_FORWARD_SM90_CUH
 #define NSA_ATTEND_FORWARD_SM90_CUH
 
-#include "attend_pipe.cuh"
+#include "attend_mainloop_sm90.cuh"
 #include "attend_softmax.cuh"
 
 /* Whether the pipeline serves these heads: wider ones leave no registers for a tile of 64 keys. */

@@ -75,7 +75,8 @@ struct nsa__cuda_attend_params : nsa__cuda_branch {
     /* slc: the lists turned round; for each sequence and kv head an entry a block */
     nsa__cuda_block_readers readers;
     /* slc of few heads: the rows of a Q tile are readers of one block. Each leaves a partial result
-       in (queries of the chunk, H, list_width); attend_gather.cuh adds them, chunk by chunk. */
+       in (queries of the chunk, H, list_width), which are added chunk by chunk
+       (attend_slc_scheduler.cuh). */
     bool gathered;
     int chunk;
     nsa__cuda_extent chunk_rows;

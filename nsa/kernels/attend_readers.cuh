@@ -2,7 +2,7 @@
    Twin: nsa.h, nsa_attend_slc_backward. A counting sort over chunks of queries: each chunk counts
    its readers of every block, prefix sums make offsets of the counts, each chunk writes its readers
    there. Nothing is atomic, so the readers of a block always ascend.
-   Not here: the kernels that use them (attend_gather.cuh, attend_backward.cuh). */
+   Not here: the kernels that use them (attend_slc_scheduler.cuh, attend_backward.cuh). */
 #ifndef NSA_ATTEND_READERS_CUH
 #define NSA_ATTEND_READERS_CUH
 

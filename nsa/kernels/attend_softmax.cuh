@@ -4,7 +4,7 @@
 #ifndef NSA_ATTEND_SOFTMAX_CUH
 #define NSA_ATTEND_SOFTMAX_CUH
 
-#include "attend_gather.cuh"
+#include "attend_slc_scheduler.cuh"
 
 /* What a thread knows of its two rows, g and g + 8 of its warp. */
 struct nsa__cuda_forward_rows {

@@ -4,10 +4,10 @@
    architectures (select_blocks.cuh).
 
    One warpgroup copies tiles of compressed keys into stages, four multiply and rank; barriers in
-   shared memory connect them, as in attend_pipe.cuh. The product is attention's very own: the rows
-   of A are query heads, the columns of B 64 keys, the same instruction in the same order. So the
-   scores have the bits of those that decoding's scan leaves (decode_attend.cuh), whatever wgmma
-   does inside. A consumer has one product under way; three other warps of its scheduler have
+   shared memory connect them, as in attend_mainloop_sm90.cuh. The product is attention's very own:
+   the rows of A are query heads, the columns of B 64 keys, the same instruction in the same order.
+   So the scores have the bits of those that decoding's scan leaves (decode_attend.cuh), whatever
+   wgmma does inside. A consumer has one product under way; three other warps of its scheduler have
    exponentials to issue meanwhile.
 
    A warp owns 16 rows: the heads of 16 / COLUMNS queries. They lie so that head 2 j + h is row
@@ -25,7 +25,7 @@
 #ifndef NSA_SELECT_SM90_CUH
 #define NSA_SELECT_SM90_CUH
 
-#include "attend_pipe.cuh"
+#include "attend_mainloop_sm90.cuh"
 #include "select_score.cuh"
 
 /* Whether the pipeline serves keys of this width. */

@@ -1,5 +1,5 @@
-/* attend_pipe.cuh: what sm_90a's pipelines over key tiles share: stages with their barriers, the
-   producer, how a consumer turns from tile to tile.
+/* attend_mainloop_sm90.cuh: what sm_90a's pipelines over key tiles share: stages with their
+   barriers, the producer, how a consumer turns from tile to tile.
    Twin: none; nsa.h has nothing that runs beside the products.
    Not here: what consumers compute (attend_forward_sm90.cuh, attend_dq_sm90.cuh), which keys
    (attend_keys.cuh).
@@ -12,10 +12,10 @@
 
    Copies are cp.async, three instructions for 16 bytes of a whole tile: some 70 of 800 issue slots.
    TMA would save no more, and need a tensor map of each view from the host. */
-#ifndef NSA_ATTEND_PIPE_CUH
-#define NSA_ATTEND_PIPE_CUH
+#ifndef NSA_ATTEND_MAINLOOP_SM90_CUH
+#define NSA_ATTEND_MAINLOOP_SM90_CUH
 
-#include "attend_gather.cuh"
+#include "attend_slc_scheduler.cuh"
 
 /* HELD: elements of a row of the Q tile. PAGED: keys and values may lie in pages. */
 template <typename T, int DK, int DV, int HELD, int COUNT, bool PAGES> struct nsa__cuda_pipe_shape {

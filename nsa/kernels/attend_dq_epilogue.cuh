@@ -1,10 +1,10 @@
-/* attend_dq_rows.cuh: what the kernels of dq know of their rows: terms, ds, how a row ends.
+/* attend_dq_epilogue.cuh: what the kernels of dq know of their rows: terms, ds, how a row ends.
    Twin: nsa.h, "Attention over few keys", its backward.
    Not here: products and walks (attend_backward.cuh, attend_dq_sm90.cuh). */
-#ifndef NSA_ATTEND_DQ_ROWS_CUH
-#define NSA_ATTEND_DQ_ROWS_CUH
+#ifndef NSA_ATTEND_DQ_EPILOGUE_CUH
+#define NSA_ATTEND_DQ_EPILOGUE_CUH
 
-#include "attend_key_work.cuh"
+#include "attend_dkv_scheduler.cuh"
 
 /* Starts copying rows of dout; rounds them on the way if dout is of another dtype. `offset` of a
    row: its element offset in the view, or -1: no row. */

@@ -1,4 +1,4 @@
-/* attend_gather.cuh: slc with few heads: tiles of the queries that read one block.
+/* attend_slc_scheduler.cuh: slc with few heads: tiles of the queries that read one block.
    Twin: nsa.h, nsa_attend_slc_forward and nsa_attend_slc_backward.
    Not here: the kernels that multiply (attend_forward.cuh, attend_backward.cuh), the inversion of
    the lists (attend_readers.cuh).
@@ -8,8 +8,8 @@
    block instead, so all of its rows multiply. The partial result of a query and a block goes to
    memory; partial results are added in the order of the query's list, so a query's bits depend
    on itself alone. Queries are taken in chunks that keep that memory below NSA__GATHER_BYTES. */
-#ifndef NSA_ATTEND_GATHER_CUH
-#define NSA_ATTEND_GATHER_CUH
+#ifndef NSA_ATTEND_SLC_SCHEDULER_CUH
+#define NSA_ATTEND_SLC_SCHEDULER_CUH
 
 #include "attend_readers.cuh"
 

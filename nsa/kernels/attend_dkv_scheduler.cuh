@@ -1,9 +1,9 @@
-/* attend_key_work.cuh: attention over few keys, backward: what a thread block that keeps keys works
-   through, and where its sums of dk and dv go.
+/* attend_dkv_scheduler.cuh: attention over few keys, backward: what a thread block that
+   keeps keys works through, and where its sums of dk and dv go.
    Twin: nsa.h, "Attention over few keys", its backward.
    Not here: the products (attend_backward.cuh, attend_backward_sm90.cuh). */
-#ifndef NSA_ATTEND_KEY_WORK_CUH
-#define NSA_ATTEND_KEY_WORK_CUH
+#ifndef NSA_ATTEND_DKV_SCHEDULER_CUH
+#define NSA_ATTEND_DKV_SCHEDULER_CUH
 
 #include "attend_forward.cuh"
 
