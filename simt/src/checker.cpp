@@ -75,6 +75,7 @@ uint32_t epoch_of(stamp s) {
 /* Forgotten at every barrier of the block: all that is in them is ordered before what follows. */
 struct stamp_set {
     size_t first, count; /* of `members`, in order */
+    uint64_t hash;
 };
 std::vector<stamp_set> sets;
 std::vector<stamp> members;
@@ -113,67 +114,95 @@ bool known(unsigned me, stamp s) {
            (knows_others[me] && e <= others_known[me][other]);
 }
 
-template <typename F> void each(stamp s, F f) {
-    if (s < first_epoch) return;
-    if (!(s & is_set)) {
-        f(s);
-        return;
-    }
+/* The stamps that `s` stands for, in order: itself, or a set's members. Of a forgotten set none. */
+struct stamps {
+    const stamp *first, *last;
+    const stamp *begin() const { return first; }
+    const stamp *end() const { return last; }
+};
+const stamp_set *set_of(stamp s) {
     const uint32_t number = s & ~(is_set | is_atomic | set_reads);
-    if (number < first_set) return;
-    const stamp_set set = sets[number - first_set];
-    for (size_t i = 0; i < set.count; i++) f(members[set.first + i]);
+    return s & is_set && number >= first_set ? &sets[number - first_set] : nullptr;
+}
+stamps stamps_of(const stamp &s) {
+    if (const stamp_set *set = set_of(s)) {
+        const stamp *const first = members.data() + set->first;
+        return {first, first + set->count};
+    }
+    return {&s, &s + (s >= first_epoch && !(s & is_set))};
+}
+
+/* A set's hash is the sum of its members'. */
+uint64_t hash_of(stamp s) {
+    const uint64_t x = s * 0x9e3779b97f4a7c15ull;
+    return (x ^ x >> 29) * 0xbf58476d1ce4e5b9ull;
+}
+
+stamp flags_of(stamp s) {
+    return s & is_set ? s & (is_set | is_atomic | set_reads)
+                      : is_set | (s & is_atomic ? is_atomic : set_reads);
 }
 
 /* The number of the set of all members from `first` on. They become its own unless there is such
    a set already. */
-stamp intern(size_t first) {
+uint32_t intern(size_t first, uint64_t hash) {
     const size_t count = members.size() - first;
-    uint64_t hash = count;
-    stamp flags = is_set;
-    for (size_t i = first; i < members.size(); i++) {
-        hash = (hash ^ members[i]) * 0x9e3779b97f4a7c15ull;
-        flags |= members[i] & is_atomic ? is_atomic : set_reads;
-    }
     found &at = found_at(by_content, hash);
     if (at.era == era && at.key == hash) {
         const stamp_set other = sets[at.value - first_set];
         if (other.count == count &&
             !memcmp(&members[other.first], &members[first], count * sizeof(stamp))) {
             members.resize(first);
-            return flags | at.value;
+            return at.value;
         }
     }
     const uint32_t number = first_set + static_cast<uint32_t>(sets.size());
-    sets.push_back({first, count});
+    sets.push_back({first, count, hash});
     at = {hash, number, era};
-    return flags | number;
+    return number;
 }
 
-/* `old` and mine. A stamp of my kind ordered before mine need not be kept: who is ordered after
-   mine is ordered after it. */
+/* Appends to `members` those of `old` and mine, but none of my kind that is ordered before mine:
+   who is ordered after mine is ordered after it. Such are in my own warp, unless I know of others,
+   because a barrier of the block forgets all sets. Returns the hash of what was appended. */
+uint64_t append_joined(const stamp &old, stamp mine, unsigned me) {
+    static stamp before[2 * max_threads]; /* `members` moves; a thread has one of each kind */
+    const stamp_set *const set = set_of(old);
+    uint64_t hash = (set ? set->hash : hash_of(old)) + hash_of(mine);
+    const stamps joined_to = stamps_of(old);
+    const stamp *const end = std::copy(joined_to.begin(), joined_to.end(), before);
+    const bool all = knows_others[me];
+    const stamp kind = mine & is_atomic, from = all ? kind : kind | me / 32 << 25;
+    const stamp *const low = std::lower_bound<const stamp *>(before, end, from),
+                       *const high =
+                           std::lower_bound(low, end, from + (all ? is_atomic : 1u << 25));
+    members.insert(members.end(), static_cast<const stamp *>(before), low);
+    const size_t of_kind = members.size();
+    for (const stamp *s = low; s < high; s++) {
+        if (known(me, *s))
+            hash -= hash_of(*s);
+        else
+            members.push_back(*s);
+    }
+    const auto at = members.begin() + static_cast<std::ptrdiff_t>(of_kind);
+    members.insert(std::lower_bound(at, members.end(), mine), mine);
+    members.insert(members.end(), high, end);
+    return hash;
+}
+
 stamp join(stamp old, stamp mine, unsigned me) {
     if (old < first_epoch || old == mine) return mine;
-    auto superfluous = [&](stamp s) {
-        return (s & is_atomic) == (mine & is_atomic) && known(me, s);
-    };
-    if (!(old & is_set) && superfluous(old)) return mine;
+    if (!(old & is_set) && (old & is_atomic) == (mine & is_atomic) && known(me, old)) return mine;
     const uint64_t key = uint64_t(old) << 32 | mine;
     found &at = found_at(joined, key);
     if (at.era == era && at.key == key) return at.value;
     const size_t first = members.size();
-    bool placed = false;
-    each(old, [&](stamp s) {
-        if (!placed && mine < s) members.push_back(mine);
-        placed = placed || mine <= s;
-        if (s == mine || !superfluous(s)) members.push_back(s);
-    });
-    if (!placed) members.push_back(mine);
+    const uint64_t hash = append_joined(old, mine, me);
     stamp result = mine;
     if (members.size() - first == 1)
         members.resize(first);
     else
-        result = intern(first);
+        result = flags_of(old) | flags_of(mine) | intern(first, hash);
     at = {key, result, era};
     any_joined = true;
     return result;
@@ -248,10 +277,9 @@ void against_others(const request &r, const cell &c, const unsigned char *at) {
         return;
     }
     if (!conflict(r.kind, c.others)) return; /* none of the set's */
-    each(c.others, [&](stamp s) {
+    for (stamp s : stamps_of(c.others))
         if (conflict(r.kind, s) && !known(r.me, s))
             race(r, at, text("%s by ", verb(s)) + thread_name(s), c.others_at);
-    });
 }
 
 [[noreturn]] void fail_under_way(const request &r, const cell &c, const unsigned char *at) {
