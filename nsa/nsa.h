@@ -763,118 +763,38 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
 #define NSA__MAX_DIM 576
 
-/* Every field that a status can name. The fields of a compress stand three times, in the same
-   order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id of such a field. */
-#define NSA__COMPRESS_FIELDS(X, id, prefix) \
-    X(id##phi, prefix "phi")                \
-    X(id##dim, prefix "dim")                \
-    X(id##hidden, prefix "hidden")          \
-    X(id##x, prefix "x")                    \
-    X(id##out, prefix "out")                \
-    X(id##pos, prefix "pos")                \
-    X(id##w1, prefix "w1")                  \
-    X(id##b1, prefix "b1")                  \
-    X(id##w2, prefix "w2")                  \
-    X(id##b2, prefix "b2")
-#define NSA__FIELDS(X)                        \
-    X(none, "")                               \
-    X(arguments, "arguments")                 \
-    X(desc, "desc")                           \
-    X(workspace, "workspace")                 \
-    X(batch, "batch")                         \
-    X(tokens, "tokens")                       \
-    X(heads, "heads")                         \
-    X(kv_heads, "kv_heads")                   \
-    X(gate_heads, "gate_heads")               \
-    X(gate_stride, "gate_stride")             \
-    X(dim_v, "dim_v")                         \
-    X(first, "first")                         \
-    X(count, "count")                         \
-    X(begins, "begins")                       \
-    X(firsts, "firsts")                       \
-    X(pages, "pages")                         \
-    X(table_width, "table_width")             \
-    X(page_tokens, "page_tokens")             \
-    X(page_count, "page_count")               \
-    X(cmp_block, "cmp_block")                 \
-    X(cmp_stride, "cmp_stride")               \
-    X(slc_block, "slc_block")                 \
-    X(slc_count, "slc_count")                 \
-    X(slc_init, "slc_init")                   \
-    X(slc_local, "slc_local")                 \
-    X(window, "window")                       \
-    X(scale, "scale")                         \
-    X(forced, "forced")                       \
-    X(score_map, "score_map")                 \
-    X(window_rule, "window_rule")             \
-    X(gate, "gate")                           \
-    X(mask, "mask")                           \
-    X(list_heads, "list_heads")               \
-    X(rows, "rows")                           \
-    X(threads, "threads")                     \
-    X(isa, "isa")                             \
-    X(products, "products")                   \
-    X(indptr, "indptr")                       \
-    X(indices, "indices")                     \
-    X(weights, "weights")                     \
-    X(cmp_begins, "cmp_begins")               \
-    X(positions, "positions")                 \
-    X(base, "base")                           \
-    X(pairs, "pairs")                         \
-    X(scaling, "scaling")                     \
-    X(factor, "factor")                       \
-    X(trained_context, "trained_context")     \
-    X(fast, "fast")                           \
-    X(context, "context")                     \
-    X(magnitude, "magnitude")                 \
-    X(mscale, "mscale")                       \
-    X(short_factors, "short_factors")         \
-    X(long_factors, "long_factors")           \
-    X(frequencies, "frequencies")             \
-    X(cache, "cache")                         \
-    X(counts, "counts")                       \
-    X(length, "length")                       \
-    X(sequence, "sequence")                   \
-    X(max_rewind, "max_rewind")               \
-    X(query, "query")                         \
-    X(scores, "scores")                       \
-    X(p_cmp, "p_cmp")                         \
-    X(act, "act")                             \
-    X(pool, "pool")                           \
-    X(stride, "stride")                       \
-    X(q, "q")                                 \
-    X(k, "k")                                 \
-    X(v, "v")                                 \
-    X(lse, "lse")                             \
-    X(blocks, "blocks")                       \
-    X(logits, "logits")                       \
-    X(cmp, "cmp")                             \
-    X(slc, "slc")                             \
-    X(win, "win")                             \
-    X(k_slc, "k_slc")                         \
-    X(v_slc, "v_slc")                         \
-    X(k_win, "k_win")                         \
-    X(v_win, "v_win")                         \
-    X(gates, "gates")                         \
-    X(out_cmp, "out_cmp")                     \
-    X(out_slc, "out_slc")                     \
-    X(out_win, "out_win")                     \
-    X(out_a, "out_a")                         \
-    X(out_b, "out_b")                         \
-    X(lse_cmp, "lse_cmp")                     \
-    X(lse_slc, "lse_slc")                     \
-    X(lse_win, "lse_win")                     \
-    X(lse_a, "lse_a")                         \
-    X(lse_b, "lse_b")                         \
-    NSA__COMPRESS_FIELDS(X, , "")             \
-    NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
-    NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
+/* Every field that a status can name, by the struct that has it. The fields of a compress stand
+   three times, in the same order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id
+   of such a field. */
+#define NSA__FIELDS(X)                                                                           \
+    X(arguments), X(desc), X(workspace), X(batch), X(tokens), X(heads), X(kv_heads),             \
+        X(gate_heads), X(gate_stride), X(dim_v), X(first), X(count), X(begins), X(firsts),       \
+        X(pages), X(table_width), X(page_tokens), X(page_count), X(cmp_block), X(cmp_stride),    \
+        X(slc_block), X(slc_count), X(slc_init), X(slc_local), X(window), X(scale), X(forced),   \
+        X(score_map), X(window_rule), X(gate), X(mask), X(list_heads), X(rows), X(threads),      \
+        X(isa), X(products), X(indptr), X(indices), X(weights), X(cmp_begins), X(positions),     \
+        X(base), X(pairs), X(scaling), X(factor), X(trained_context), X(fast), X(context),       \
+        X(magnitude), X(mscale), X(short_factors), X(long_factors), X(frequencies), X(cache),    \
+        X(counts), X(length), X(sequence), X(max_rewind), X(query), X(scores), X(p_cmp), X(act), \
+        X(pool), X(stride), X(q), X(k), X(v), X(lse), X(blocks), X(logits), X(cmp), X(slc),      \
+        X(win), X(k_slc), X(v_slc), X(k_win), X(v_win), X(gates), X(out_cmp), X(out_slc),        \
+        X(out_win), X(out_a), X(out_b), X(lse_cmp), X(lse_slc), X(lse_win), X(lse_a), X(lse_b)
+#define NSA__COMPRESS_FIELDS(X) \
+    X(phi), X(dim), X(hidden), X(x), X(out), X(pos), X(w1), X(b1), X(w2), X(b2)
 
 /* A status has its kind in bits 0 to 7 and the id of its field from bit 8 on. NSA__GRADIENT is
    added to an id if the field is one of dx. */
-#define NSA__FIELD_ID(id, text) NSA__AT_##id,
-enum { NSA__FIELDS(NSA__FIELD_ID) NSA__AT_END, NSA__GRADIENT = 1 << 16 };
-#undef NSA__FIELD_ID
+#define NSA__ID(name)       NSA__AT_##name
+#define NSA__K_CMP_ID(name) NSA__AT_k_cmp_##name
+#define NSA__V_CMP_ID(name) NSA__AT_v_cmp_##name
+enum {
+    NSA__AT_none,
+    NSA__FIELDS(NSA__ID),
+    NSA__COMPRESS_FIELDS(NSA__ID),
+    NSA__COMPRESS_FIELDS(NSA__K_CMP_ID),
+    NSA__COMPRESS_FIELDS(NSA__V_CMP_ID),
+    NSA__GRADIENT = 1 << 16
+};
 
 static nsa_status nsa__error(int kind, int field) {
     return kind | field << 8;
@@ -1181,34 +1101,14 @@ typedef struct nsa__chain {
     nsa_gate gate;
 } nsa__chain;
 
-static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_tensor v,
-                                    nsa_tensor out, nsa_tensor lse) {
-    nsa_attend branch;
-    branch.q = x->q;
-    branch.k = k;
-    branch.v = v;
-    branch.out = out;
-    branch.lse = lse;
-    branch.blocks = x->blocks;
-    return branch;
-}
-
 /* Copies views, no rows. */
 static nsa__chain nsa__chain_of(const nsa_attention *x) {
-    nsa__chain c;
-    memset(&c, 0, sizeof c);
-    c.cmp = nsa__chain_attend(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
-    c.slc = nsa__chain_attend(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
-    c.win = nsa__chain_attend(x, x->k_win, x->v_win, x->out_win, x->lse_win);
-    c.select.q = x->q;
-    c.select.k = x->k_cmp.out;
-    c.select.lse = x->lse_cmp;
-    c.select.blocks = x->blocks;
-    c.gate.logits = x->gates;
-    c.gate.cmp = x->out_cmp;
-    c.gate.slc = x->out_slc;
-    c.gate.win = x->out_win;
-    c.gate.out = x->out;
+    static const nsa_tensor none = {NULL, NSA_F32, 0, 0, 0};
+    const nsa__chain c = {{x->q, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp, x->blocks},
+                          {x->q, x->k_slc, x->v_slc, x->out_slc, x->lse_slc, x->blocks},
+                          {x->q, x->k_win, x->v_win, x->out_win, x->lse_win, x->blocks},
+                          {x->q, x->k_cmp.out, x->lse_cmp, x->blocks, none, none},
+                          {x->gates, x->out_cmp, x->out_slc, x->out_win, x->out}};
     return c;
 }
 
@@ -2280,41 +2180,37 @@ NSA_API int nsa_status_kind(nsa_status s) {
     return s & 0xff;
 }
 
-NSA_API const char *nsa_status_name(nsa_status s) {
-    switch (nsa_status_kind(s)) {
-#define NSA__NAME(id, text) \
+/* Of the kind, column 0: its name, column 1: its sentence. */
+static const char *nsa__status_says(nsa_status s, int column) {
+#define NSA__SAYS(id, text) \
     case id:                \
-        return #id;
-        NSA__STATUSES(NSA__NAME)
-#undef NSA__NAME
+        return column ? text : #id;
+    switch (nsa_status_kind(s)) {
+        NSA__STATUSES(NSA__SAYS)
     default:
-        return "not a status";
+        return column ? "not a status of this library" : "not a status";
     }
+#undef NSA__SAYS
+}
+
+NSA_API const char *nsa_status_name(nsa_status s) {
+    return nsa__status_says(s, 0);
 }
 
 NSA_API const char *nsa_status_text(nsa_status s) {
-    switch (nsa_status_kind(s)) {
-#define NSA__TEXT(id, text) \
-    case id:                \
-        return text;
-        NSA__STATUSES(NSA__TEXT)
-#undef NSA__TEXT
-    default:
-        return "not a status of this library";
-    }
+    return nsa__status_says(s, 1);
 }
 
 NSA_API const char *nsa_status_where(nsa_status s) {
-    int gradient = ((s >> 8) & NSA__GRADIENT) != 0;
-    switch ((s >> 8) & ~NSA__GRADIENT) {
-#define NSA__WHERE(id, text) \
-    case NSA__AT_##id:       \
-        return gradient ? "dx." text : text;
-        NSA__FIELDS(NSA__WHERE)
-#undef NSA__WHERE
-    default:
-        return "";
-    }
+#define NSA__NAME(name)       "dx." #name
+#define NSA__K_CMP_NAME(name) "dx.k_cmp." #name
+#define NSA__V_CMP_NAME(name) "dx.v_cmp." #name
+    static const char *const names[] = {
+        "dx.", NSA__FIELDS(NSA__NAME), NSA__COMPRESS_FIELDS(NSA__NAME),
+        NSA__COMPRESS_FIELDS(NSA__K_CMP_NAME), NSA__COMPRESS_FIELDS(NSA__V_CMP_NAME)};
+    const int field = s >> 8, id = field & ~NSA__GRADIENT;
+    if ((size_t)id >= sizeof names / sizeof *names) return "";
+    return names[id] + (id == field ? strlen("dx.") : 0);
 }
 
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim) {

@@ -68,41 +68,37 @@ NSA_API int nsa_status_kind(nsa_status s) {
     return s & 0xff;
 }
 
-NSA_API const char *nsa_status_name(nsa_status s) {
-    switch (nsa_status_kind(s)) {
-#define NSA__NAME(id, text) \
+/* Of the kind, column 0: its name, column 1: its sentence. */
+static const char *nsa__status_says(nsa_status s, int column) {
+#define NSA__SAYS(id, text) \
     case id:                \
-        return #id;
-        NSA__STATUSES(NSA__NAME)
-#undef NSA__NAME
+        return column ? text : #id;
+    switch (nsa_status_kind(s)) {
+        NSA__STATUSES(NSA__SAYS)
     default:
-        return "not a status";
+        return column ? "not a status of this library" : "not a status";
     }
+#undef NSA__SAYS
+}
+
+NSA_API const char *nsa_status_name(nsa_status s) {
+    return nsa__status_says(s, 0);
 }
 
 NSA_API const char *nsa_status_text(nsa_status s) {
-    switch (nsa_status_kind(s)) {
-#define NSA__TEXT(id, text) \
-    case id:                \
-        return text;
-        NSA__STATUSES(NSA__TEXT)
-#undef NSA__TEXT
-    default:
-        return "not a status of this library";
-    }
+    return nsa__status_says(s, 1);
 }
 
 NSA_API const char *nsa_status_where(nsa_status s) {
-    int gradient = ((s >> 8) & NSA__GRADIENT) != 0;
-    switch ((s >> 8) & ~NSA__GRADIENT) {
-#define NSA__WHERE(id, text) \
-    case NSA__AT_##id:       \
-        return gradient ? "dx." text : text;
-        NSA__FIELDS(NSA__WHERE)
-#undef NSA__WHERE
-    default:
-        return "";
-    }
+#define NSA__NAME(name)       "dx." #name
+#define NSA__K_CMP_NAME(name) "dx.k_cmp." #name
+#define NSA__V_CMP_NAME(name) "dx.v_cmp." #name
+    static const char *const names[] = {
+        "dx.", NSA__FIELDS(NSA__NAME), NSA__COMPRESS_FIELDS(NSA__NAME),
+        NSA__COMPRESS_FIELDS(NSA__K_CMP_NAME), NSA__COMPRESS_FIELDS(NSA__V_CMP_NAME)};
+    const int field = s >> 8, id = field & ~NSA__GRADIENT;
+    if ((size_t)id >= sizeof names / sizeof *names) return "";
+    return names[id] + (id == field ? strlen("dx.") : 0);
 }
 
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim) {
