@@ -1101,9 +1101,11 @@ typedef struct nsa__chain {
     nsa_gate gate;
 } nsa__chain;
 
+static const nsa_tensor nsa__no_view = {NULL, NSA_F32, 0, 0, 0};
+
 /* Copies views, no rows. */
 static nsa__chain nsa__chain_of(const nsa_attention *x) {
-    static const nsa_tensor none = {NULL, NSA_F32, 0, 0, 0};
+    const nsa_tensor none = nsa__no_view;
     const nsa__chain c = {{x->q, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp, x->blocks},
                           {x->q, x->k_slc, x->v_slc, x->out_slc, x->lse_slc, x->blocks},
                           {x->q, x->k_win, x->v_win, x->out_win, x->lse_win, x->blocks},
@@ -6472,22 +6474,15 @@ static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
     int64_t batch = p->seq.batch, at = p->seq.row + t;
     int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
     nsa_real g[3], row[4][NSA__MAX_DIM];
-    const nsa_real *x[3];
+    const nsa_real *const x[3] = {row[0], row[1], row[2]};
     nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, g);
     for (int i = 0; i < 3; i++) {
-        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
-        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
-        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
+        nsa__load(row[i], branch[i]->dtype, nsa__row(branch[i], batch, at, head), dim_v);
         memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-        x[i] = row[i];
     }
-    if (nsa__rows_of_reals(out, dim_v)) {
-        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
-    } else {
-        p->tiles->gate(wide, g, x, row[3]);
-        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-    }
+    p->tiles->gate(wide, g, x, row[3]);
+    nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
 }
 
 enum { NSA__GATE_TOKENS = 16 };
@@ -7868,21 +7863,27 @@ static int nsa__bit_count(uint64_t mask) {
     return n;
 }
 
+/* The first entry of a list that is `block` or more; -1, as the largest number, is behind all. */
+static int nsa__first_listed(const int32_t *list, int n, int block) {
+    int low = 0;
+    for (int half = n / 2; n > 0; half = n / 2) {
+        const int before = (uint32_t)list[low + half] < (uint32_t)block;
+        low += before ? half + 1 : 0;
+        n = before ? n - half - 1 : half;
+    }
+    return low;
+}
+
 /* The keys tile_begin .. tile_begin + tile - 1 that `query` sees, as a mask. */
 static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
     const nsa__attend_plan *p = job->plan;
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
-    const uint32_t first = (uint32_t)(tile_begin / p->d->slc_block); /* block */
+    const int first = tile_begin / p->d->slc_block; /* block */
     uint64_t mask = 0;
-    int i = 0;
-    for (int n = p->list_width; n;) { /* entries before i lie before the tile, which -1 does not */
-        const int half = n / 2, before = (uint32_t)list[i + half] < first;
-        i += before ? half + 1 : 0;
-        n = before ? n - half - 1 : half;
-    }
-    for (; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+    for (int i = nsa__first_listed(list, p->list_width, first);
+         nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -7942,10 +7943,8 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
-   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. Calls give
-   both as constants, so that the innermost loop has no test of them. */
-NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
-                                     int fill, int block_is_tile) {
+   each query at at[i] and moves that on. */
+static void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at, int fill) {
     const nsa__attend_plan *p = job->plan;
     const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
@@ -7957,8 +7956,8 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
                        (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
-            int tile = block_is_tile ? list[i] : (int)nsa__max(next, begin >> log2);
-            next = block_is_tile ? tile + 1 : (int)nsa__max(next, ((end - 1) >> log2) + 1);
+            int tile = (int)nsa__max(next, begin >> log2);
+            next = (int)nsa__max(next, ((end - 1) >> log2) + 1);
             for (; tile < next; tile++) {
                 if (fill)
                     it->list[at[tile]++] = a;
@@ -7974,17 +7973,10 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
    second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     int *at = it->list_begin + 1; /* of each tile, its next free place */
-    const int block_is_tile = job->plan->d->slc_block == job->plan->cut.tile; /* nearly always */
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
-    if (block_is_tile)
-        nsa__tile_iter_pass(it, job, at, 0, 1);
-    else
-        nsa__tile_iter_pass(it, job, at, 0, 0);
+    nsa__tile_iter_pass(it, job, at, 0);
     for (int tile = 0; tile < job->tile_end; tile++) at[tile + 1] += at[tile];
-    if (block_is_tile)
-        nsa__tile_iter_pass(it, job, at, 1, 1);
-    else
-        nsa__tile_iter_pass(it, job, at, 1, 0);
+    nsa__tile_iter_pass(it, job, at, 1);
 }
 
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
@@ -8014,12 +8006,6 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->tile = it->tile_begin - 1;
 }
 
-/* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
-   reader's end tells. */
-static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
-    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->cut.tile;
-}
-
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
    one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
    end of the span can cut it. */
@@ -8028,7 +8014,6 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     int begin = it->tile * p->cut.tile, listed = nsa__inverts(job);
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
-    int whole = p->cut.tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
         int a = listed ? readers[i] : i;
@@ -8036,8 +8021,6 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
         if (!listed)
             mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
                              (int)nsa__min((int64_t)it->end[a] - begin, p->cut.tile));
-        else if (whole)
-            mask = nsa__bits(0, p->cut.tile);
         else if (p->cut.tile_in_block)
             mask = nsa__bits(
                 0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->cut.tile));
@@ -8066,18 +8049,16 @@ typedef struct nsa__batch {
     const uint64_t *mask; /* for each query the keys of the tile that it sees */
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
-    int first, last;      /* the same in whole pairs, for products where keys are rows */
     int key, present; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
-   both ends, because windows and diagonals leave much of a tile unseen: in whole vectors where keys
-   are columns, else in pairs. Every mask has a bit, so the loops end. Cut keys would add p = 0, and
-   a key keeps its lane of the partial sums, so the cut changes no bit. */
+   both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
+   has a bit, so the loops end. Cut keys would add p = 0, and a key keeps its lane of the partial
+   sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0,
-                    0, 0};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -8088,8 +8069,6 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     }
     while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
-    for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
-    for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
     return b;
@@ -8803,18 +8782,18 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *k = &p->k, *v = &p->v;
-    int tile = p->cut.tile, cut = b->first - b->begin;
+    const int tile = p->cut.tile, keys = b->end - b->begin;
     const nsa__matrix q = {f->q, k->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
     const nsa__result s = nsa__result_at(scores, apart, 0);
-    nsa__product_along(k, b->rows, b->end - b->begin, &q, &k_t, &s);
+    nsa__product_along(k, b->rows, keys, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, scores, apart);
-    const nsa__matrix weights = {f->s + nsa__rows_over(v, cut), tile, 1, NULL};
-    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key + cut), v->wide, 1, NULL};
+    const nsa__matrix weights = {f->s, tile, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
-    nsa__product_over(v, b->rows, b->last - b->first, &weights, &values, &out);
+    nsa__product_over(v, b->rows, keys, &weights, &values, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
@@ -8840,14 +8819,13 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
-    int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide;
+    p->tiles->scale(p->v.wide, inv_l, sums, sums);
     if (inv_l != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        for (int c = 0; c < p->d->dim_v; c++) sums[c] = nsa__nan();
         lse = nsa__nan();
     }
-    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
     if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
@@ -9027,7 +9005,6 @@ typedef struct nsa__backward {
     uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
     int32_t pending_tile[NSA__PENDING];
     int pending, oldest;
-    int add; /* the tile's share has been started */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -9088,18 +9065,14 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    const void *row = nsa__walk_queries(job, it, of_out, dim_v, r);
-    const int in_place = nsa__rows_of_reals(of_out, dim_v);
-    if (!in_place) {
-        nsa__load(out, of_out->dtype, row, dim_v);
-        memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
-    }
+    nsa__load(out, of_out->dtype, nsa__walk_queries(job, it, of_out, dim_v, r), dim_v);
+    memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
     if (!nsa__takes_factor(&p->v) || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
         memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
         dout = again;
     }
-    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->v.wide);
+    return nsa__dot(out, dout, p->v.wide);
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
@@ -9153,13 +9126,13 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
                                    const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *k = &p->k, *v = &p->v;
-    const int ld = p->stride_p, cut = b->first - b->begin, keys = b->last - b->first;
+    const int ld = p->stride_p, keys = b->end - b->begin;
     const nsa__scored x = nsa__batch_scored(p, b);
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
+    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->begin;
     if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, f->add);
+        const nsa__matrix p_t = {f->p, 1, ld, NULL};
+        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, 1);
         const nsa__matrix by_row = {f->dout, v->stride, 1, b->row};
         nsa__round_left(v, &x, ld, gate, f->p, NULL);
         const nsa__matrix dout = nsa__rows_for_over(v, b->rows, by_row, f->paired);
@@ -9167,15 +9140,15 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
     }
     const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, f->ds, f->ds_rows);
     if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, f->add);
+        const nsa__matrix ds_t = {f->ds, 1, ld, NULL};
+        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, 1);
         const nsa__matrix by_row = {f->q, k->stride, 1, b->row};
         const nsa__matrix q = nsa__rows_for_over(k, b->rows, by_row, f->paired);
         nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
-        const nsa__matrix ds = {ds_rows + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
-        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
+        const nsa__matrix ds = {ds_rows, nsa__rows_over(k, ld), 1, NULL};
+        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key), k->wide, 1, NULL};
         const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
         nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
     }
@@ -9237,27 +9210,19 @@ static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *sl
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. A batch of the whole tile need not add to zeros. */
+   may add it. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     f->pending++;
-    int newest = nsa__backward_newest(f);
-    size_t keys = (size_t)p->cut.tile;
+    const int newest = nsa__backward_newest(f), n = p->cut.tile * p->k.wide,
+              n_v = p->cut.tile * p->v.wide;
     f->pending_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
-    f->add = 0;
+    memset(f->dk + newest * n, 0, (size_t)n * sizeof *f->dk);
+    memset(f->dv + newest * n_v, 0, (size_t)n_v * sizeof *f->dv);
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        int whole = b.last - b.first == p->cut.tile;
-        if (!f->add && !whole) {
-            memset(f->dk + newest * p->cut.tile * p->k.wide, 0,
-                   keys * (size_t)p->k.wide * sizeof *f->dk);
-            memset(f->dv + newest * p->cut.tile * p->v.wide, 0,
-                   keys * (size_t)p->v.wide * sizeof *f->dv);
-            f->add = 1;
-        }
         nsa__backward_batch(f, job, &b);
-        f->add = 1;
         i += b.queries;
     }
 }
@@ -10198,17 +10163,6 @@ NSA__COMPILED static void nsa__listed_gradient(const nsa__listed *f, nsa_real ds
         }
 }
 
-/* The first entry that is `block` or more; -1 stands behind all, as the largest number. */
-static int nsa__listed_find(const int32_t *list, int n, int block) {
-    int low = 0;
-    for (int half = n / 2; n > 0; half = n / 2) {
-        const int before = (uint32_t)list[low + half] < (uint32_t)block;
-        low += before ? half + 1 : 0;
-        n = before ? n - half - 1 : half;
-    }
-    return low;
-}
-
 /* Blocks begin .. end - 1 of a list: their scores, or what their gradients add. */
 static void nsa__listed_list(nsa__listed *f, int64_t t, int head, int begin, int end,
                              nsa_real *dk) {
@@ -10216,7 +10170,7 @@ static void nsa__listed_list(nsa__listed *f, int64_t t, int head, int begin, int
     const int32_t *list = (const int32_t *)nsa__row(&f->x->blocks, batch, row, head);
     const nsa_tensor *scores = f->dx ? &f->dx->scores : &f->x->scores;
     const int kv_head = head / (nsa__list_heads(f->d) / f->d->kv_heads);
-    int i = nsa__listed_find(list, f->width, begin);
+    int i = nsa__first_listed(list, f->width, begin);
     if (dk && (i == f->width || (uint32_t)list[i] >= (uint32_t)end)) return;
     nsa__listed_query(f, row, head);
     for (int n = 0; n < f->width; n++) f->scores[n] = nsa__minus_infinity();
@@ -10422,19 +10376,21 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
     const nsa_tensor *to; /* the caller's view */
-    nsa_tensor view;      /* what the primitives add to: *to itself, or reals in workspace */
-    int heads, width;
+    nsa_tensor *view;     /* what the primitives add to: a copy of *to, or reals in workspace */
+    nsa__shape shape;
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
 /* The workspace of backward: | sums | delta_out | dk_cmp | dv_cmp | the primitives' own |. The
    branches run for a few kv heads of one sequence at a time, so that the sum of dq and delta_out
-   need memory for those heads alone. */
+   need memory for those heads alone. It must not be moved, because sums point to views of dx. */
 typedef struct nsa__chain_gradient {
+    nsa_attention dx; /* the gradients as the primitives see them: sums in place of the caller's
+                         views, out for every branch; k_cmp.out and v_cmp.out are dk_cmp and dv_cmp,
+                         to which cmp adds, and which phi's backward reads */
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor delta_out;      /* of every row of these heads: dout . out by branch, for the gate */
-    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
-    void *rest;                /* the primitives' workspace */
+    nsa_tensor delta_out; /* of every row of these heads: dout . out by branch, for the gate */
+    void *rest;           /* the primitives' workspace */
     size_t rest_bytes;
     size_t own;   /* bytes before it */
     int kv_heads; /* of a run */
@@ -10507,16 +10463,12 @@ static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_
     return slice;
 }
 
-static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
-    nsa__shape of_q = {1, d->count, sum->heads, sum->width};
-    return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
-}
-
 /* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
    width are apart, because their rows are not the same rows. q is never shared. */
 static int nsa__shared_sum(const nsa__sum *sums, int i) {
     for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
-        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
+        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].shape.width == sums[i].shape.width)
+            return k;
     return i;
 }
 
@@ -10526,28 +10478,29 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
                                        const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
+    nsa_tensor *view[NSA__SUMS] = {&g->dx.q,     &g->dx.k_cmp.x, &g->dx.v_cmp.x, &g->dx.k_slc,
+                                   &g->dx.v_slc, &g->dx.k_win,   &g->dx.v_win};
     g->kv_heads = nsa__chain_heads(d);
+    const int heads = d->heads / d->kv_heads * g->kv_heads;
+    const nsa__shape of_q = {1, d->count, heads, d->dim}, of_delta = {1, d->count, heads, 3};
+    g->dx = *dx;
+    g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
+    g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
+        const int of_v = i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN;
         sum->to = to[i];
-        sum->view = *to[i];
-        sum->owner = 0;
-        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * g->kv_heads : d->kv_heads;
-        sum->width =
-            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
-        if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
-        int same = nsa__shared_sum(g->sum, i);
-        if (same < i) {
-            sum->view = g->sum[same].view;
-            continue;
-        }
-        sum->owner = 1;
-        sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
+        sum->view = view[i];
+        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, of_v ? d->dim_v : d->dim);
+        const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
+        const int same = needed ? nsa__shared_sum(g->sum, i) : i;
+        sum->owner = needed && same == i;
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, sum->shape);
+        if (same < i) *view[i] = *view[same];
     }
-    const nsa__shape delta = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
-    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, delta);
-    g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
+    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
+    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -10556,16 +10509,16 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
    because later runs have as many heads or fewer. */
 static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
                                         const nsa_desc *d, int threads) {
-    size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
-           other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
-    most = most > other ? most : other;
+    size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 1, threads),
+                       nsa__compress_bytes(&x->v_cmp, d, 1, threads), 0, 0, 0};
+    size_t most = nsa__largest(parts);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
-        for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-            const nsa__attend_plan p =
-                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d);
-            other = nsa__attend_plan_bytes(&p, threads);
-            most = most > other ? most : other;
+        for (int i = NSA__CMP; i <= NSA__WIN; i++) {
+            const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)i, d);
+            parts[0] = most;
+            parts[2 + i] = nsa__attend_plan_bytes(&p, threads);
+            most = nsa__largest(parts);
         }
         if (!d->begins) break; /* all are alike */
     }
@@ -10619,47 +10572,33 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
-static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
-                                const nsa_desc *slice, const nsa__slice_origin *at) {
-    const int head = at->kv_head * (d->heads / d->kv_heads);
-    const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
-    const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
-    return f;
-}
-
 /* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
    adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
    heads. */
-static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
-                                            const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__slice_origin *at, int kv_heads) {
-    const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
+static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *x,
+                                            const nsa_desc *d, const nsa__slice_origin *at,
+                                            int kv_heads) {
+    const nsa__sum *q = &g->sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
-    const nsa__chain c = nsa__chain_of(x);
-    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
-    const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
-                     dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
-    int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
-    nsa_gate logits = c.gate, dlogits;
-    memset(&dlogits, 0, sizeof dlogits);
+    const nsa__chain c = nsa__chain_of(x), dc = nsa__chain_of(&g->dx);
+    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win}, *of_dx[] = {&dc.cmp, &dc.slc, &dc.win};
+    const int64_t batch = at->seq.batch, row = at->seq.row;
+    const int head = at->kv_head * (d->heads / d->kv_heads);
+    const int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
+    nsa_gate logits = c.gate, dlogits = dc.gate;
     nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
-    nsa_attend all;
-    nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
-    memset(&all, 0, sizeof all);
-    all.q = dx->q;
-    all.out = dx->out;
-    logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
-    dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.delta_out = dx->gates.data ? &g->delta_out : NULL;
+    nsa__flush dq = {
+        g->dx.q, nsa__view_at(*q->to, batch, row, head), slice.count, slice.heads, d->dim, 1};
+    logits.logits = nsa__view_at(logits.logits, batch, row, gate_head);
+    dlogits.logits = nsa__view_at(dlogits.logits, batch, row, gate_head);
+    gate.delta_out = dlogits.logits.data ? &g->delta_out : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-        nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
-        all.k = dk[branch];
-        all.v = dv[branch];
-        dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
-        if (q->owner) dviews.q = q->view;
-        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, (nsa__branch)branch, d);
+    for (int i = NSA__CMP; i <= NSA__WIN; i++) {
+        const nsa__branch branch = (nsa__branch)i;
+        const nsa_attend views = nsa__attend_at(of_x[i], d, branch, at);
+        nsa_attend dviews = nsa__attend_at(of_dx[i], d, branch, at);
+        if (q->owner) dviews.q = g->dx.q;
+        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, branch, d);
         p.options.gate = &gate;
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
@@ -10675,49 +10614,35 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
         const nsa__sum *sum = &g->sum[i];
         if (!sum->owner) continue;
         for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
-            const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
+            const nsa__flush f = {nsa__view_at(*sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
-                                  sum->heads,
-                                  sum->width,
+                                  (int)sum->shape.heads,
+                                  (int)sum->shape.width,
                                   0};
             nsa__flush_run(&f, d);
         }
     }
 }
 
-/* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
-   win. */
-static nsa_status nsa__chain_compress_backward(const nsa__chain_gradient *g, const nsa_compress *dx,
-                                               const nsa_compress *x, const nsa_desc *d,
-                                               nsa_tensor dout, nsa_tensor to) {
-    nsa_compress gradient = *dx;
-    gradient.out = dout;
-    gradient.x = to;
-    return nsa__compress_go(&gradient, x, d, NSA__FROM_START, g->rest, g->rest_bytes);
-}
-
 /* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
    dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
    last. */
-static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
-                                              const nsa_attention *x, const nsa_desc *d) {
-    const nsa__sum *sum = g->sum;
+static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
+                                              const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
-    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
-    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int at_once = g->kv_heads;
+        if (g->sum[i].owner) nsa__zero_tensor(g->sum[i].view, g->sum[i].shape, d);
+    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
+    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
     nsa__slice_origin at;
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += at_once) {
-            int heads = (int)nsa__min(at_once, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads));
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += g->kv_heads) {
+            int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)at.kv_head);
+            NSA__CHECK(nsa__chain_heads_backward(g, x, d, &at, heads));
         }
-    NSA__CHECK(nsa__chain_compress_backward(g, &dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
-                                            sum[NSA__SUM_K_CMP].view));
-    NSA__CHECK(nsa__chain_compress_backward(g, &dx->v_cmp, &x->v_cmp, d, g->dv_cmp,
-                                            sum[NSA__SUM_V_CMP].view));
+    const int from = NSA__FROM_START;
+    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, from, g->rest, g->rest_bytes));
     nsa__chain_flush(g, d);
     return NSA_OK;
 }
@@ -10736,7 +10661,7 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     a = nsa__arena_at(workspace);
     nsa__chain_gradient_layout(&g, dx, d, &a);
     g.rest_bytes = bytes - (size_t)((char *)g.rest - (char *)workspace);
-    return nsa__attention_backward_run(&g, dx, x, d);
+    return nsa__attention_backward_run(&g, x, d);
 }
 
 /* ---- Decoding --------------------------------------------------------------------------------

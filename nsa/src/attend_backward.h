@@ -31,7 +31,6 @@ typedef struct nsa__backward {
     uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
     int32_t pending_tile[NSA__PENDING];
     int pending, oldest;
-    int add; /* the tile's share has been started */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -92,18 +91,14 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    const void *row = nsa__walk_queries(job, it, of_out, dim_v, r);
-    const int in_place = nsa__rows_of_reals(of_out, dim_v);
-    if (!in_place) {
-        nsa__load(out, of_out->dtype, row, dim_v);
-        memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
-    }
+    nsa__load(out, of_out->dtype, nsa__walk_queries(job, it, of_out, dim_v, r), dim_v);
+    memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
     if (!nsa__takes_factor(&p->v) || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
         memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
         dout = again;
     }
-    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->v.wide);
+    return nsa__dot(out, dout, p->v.wide);
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
@@ -157,13 +152,13 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
                                    const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *k = &p->k, *v = &p->v;
-    const int ld = p->stride_p, cut = b->first - b->begin, keys = b->last - b->first;
+    const int ld = p->stride_p, keys = b->end - b->begin;
     const nsa__scored x = nsa__batch_scored(p, b);
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
+    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->begin;
     if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, f->add);
+        const nsa__matrix p_t = {f->p, 1, ld, NULL};
+        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, 1);
         const nsa__matrix by_row = {f->dout, v->stride, 1, b->row};
         nsa__round_left(v, &x, ld, gate, f->p, NULL);
         const nsa__matrix dout = nsa__rows_for_over(v, b->rows, by_row, f->paired);
@@ -171,15 +166,15 @@ static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
     }
     const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, f->ds, f->ds_rows);
     if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, f->add);
+        const nsa__matrix ds_t = {f->ds, 1, ld, NULL};
+        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, 1);
         const nsa__matrix by_row = {f->q, k->stride, 1, b->row};
         const nsa__matrix q = nsa__rows_for_over(k, b->rows, by_row, f->paired);
         nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
-        const nsa__matrix ds = {ds_rows + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
-        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
+        const nsa__matrix ds = {ds_rows, nsa__rows_over(k, ld), 1, NULL};
+        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key), k->wide, 1, NULL};
         const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
         nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
     }
@@ -241,27 +236,19 @@ static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *sl
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. A batch of the whole tile need not add to zeros. */
+   may add it. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     f->pending++;
-    int newest = nsa__backward_newest(f);
-    size_t keys = (size_t)p->cut.tile;
+    const int newest = nsa__backward_newest(f), n = p->cut.tile * p->k.wide,
+              n_v = p->cut.tile * p->v.wide;
     f->pending_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
-    f->add = 0;
+    memset(f->dk + newest * n, 0, (size_t)n * sizeof *f->dk);
+    memset(f->dv + newest * n_v, 0, (size_t)n_v * sizeof *f->dv);
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        int whole = b.last - b.first == p->cut.tile;
-        if (!f->add && !whole) {
-            memset(f->dk + newest * p->cut.tile * p->k.wide, 0,
-                   keys * (size_t)p->k.wide * sizeof *f->dk);
-            memset(f->dv + newest * p->cut.tile * p->v.wide, 0,
-                   keys * (size_t)p->v.wide * sizeof *f->dv);
-            f->add = 1;
-        }
         nsa__backward_batch(f, job, &b);
-        f->add = 1;
         i += b.queries;
     }
 }

@@ -96,18 +96,18 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *k = &p->k, *v = &p->v;
-    int tile = p->cut.tile, cut = b->first - b->begin;
+    const int tile = p->cut.tile, keys = b->end - b->begin;
     const nsa__matrix q = {f->q, k->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
     const nsa__result s = nsa__result_at(scores, apart, 0);
-    nsa__product_along(k, b->rows, b->end - b->begin, &q, &k_t, &s);
+    nsa__product_along(k, b->rows, keys, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, scores, apart);
-    const nsa__matrix weights = {f->s + nsa__rows_over(v, cut), tile, 1, NULL};
-    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key + cut), v->wide, 1, NULL};
+    const nsa__matrix weights = {f->s, tile, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
-    nsa__product_over(v, b->rows, b->last - b->first, &weights, &values, &out);
+    nsa__product_over(v, b->rows, keys, &weights, &values, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
@@ -133,14 +133,13 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
-    int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide;
+    p->tiles->scale(p->v.wide, inv_l, sums, sums);
     if (inv_l != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        for (int c = 0; c < p->d->dim_v; c++) sums[c] = nsa__nan();
         lse = nsa__nan();
     }
-    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
     if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }

@@ -16,21 +16,27 @@ static int nsa__bit_count(uint64_t mask) {
     return n;
 }
 
+/* The first entry of a list that is `block` or more; -1, as the largest number, is behind all. */
+static int nsa__first_listed(const int32_t *list, int n, int block) {
+    int low = 0;
+    for (int half = n / 2; n > 0; half = n / 2) {
+        const int before = (uint32_t)list[low + half] < (uint32_t)block;
+        low += before ? half + 1 : 0;
+        n = before ? n - half - 1 : half;
+    }
+    return low;
+}
+
 /* The keys tile_begin .. tile_begin + tile - 1 that `query` sees, as a mask. */
 static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
     const nsa__attend_plan *p = job->plan;
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
-    const uint32_t first = (uint32_t)(tile_begin / p->d->slc_block); /* block */
+    const int first = tile_begin / p->d->slc_block; /* block */
     uint64_t mask = 0;
-    int i = 0;
-    for (int n = p->list_width; n;) { /* entries before i lie before the tile, which -1 does not */
-        const int half = n / 2, before = (uint32_t)list[i + half] < first;
-        i += before ? half + 1 : 0;
-        n = before ? n - half - 1 : half;
-    }
-    for (; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+    for (int i = nsa__first_listed(list, p->list_width, first);
+         nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -90,10 +96,8 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
-   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. Calls give
-   both as constants, so that the innermost loop has no test of them. */
-NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
-                                     int fill, int block_is_tile) {
+   each query at at[i] and moves that on. */
+static void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at, int fill) {
     const nsa__attend_plan *p = job->plan;
     const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
@@ -105,8 +109,8 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
                        (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
-            int tile = block_is_tile ? list[i] : (int)nsa__max(next, begin >> log2);
-            next = block_is_tile ? tile + 1 : (int)nsa__max(next, ((end - 1) >> log2) + 1);
+            int tile = (int)nsa__max(next, begin >> log2);
+            next = (int)nsa__max(next, ((end - 1) >> log2) + 1);
             for (; tile < next; tile++) {
                 if (fill)
                     it->list[at[tile]++] = a;
@@ -122,17 +126,10 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
    second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     int *at = it->list_begin + 1; /* of each tile, its next free place */
-    const int block_is_tile = job->plan->d->slc_block == job->plan->cut.tile; /* nearly always */
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
-    if (block_is_tile)
-        nsa__tile_iter_pass(it, job, at, 0, 1);
-    else
-        nsa__tile_iter_pass(it, job, at, 0, 0);
+    nsa__tile_iter_pass(it, job, at, 0);
     for (int tile = 0; tile < job->tile_end; tile++) at[tile + 1] += at[tile];
-    if (block_is_tile)
-        nsa__tile_iter_pass(it, job, at, 1, 1);
-    else
-        nsa__tile_iter_pass(it, job, at, 1, 0);
+    nsa__tile_iter_pass(it, job, at, 1);
 }
 
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
@@ -162,12 +159,6 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->tile = it->tile_begin - 1;
 }
 
-/* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
-   reader's end tells. */
-static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
-    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->cut.tile;
-}
-
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
    one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
    end of the span can cut it. */
@@ -176,7 +167,6 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     int begin = it->tile * p->cut.tile, listed = nsa__inverts(job);
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
-    int whole = p->cut.tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
         int a = listed ? readers[i] : i;
@@ -184,8 +174,6 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
         if (!listed)
             mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
                              (int)nsa__min((int64_t)it->end[a] - begin, p->cut.tile));
-        else if (whole)
-            mask = nsa__bits(0, p->cut.tile);
         else if (p->cut.tile_in_block)
             mask = nsa__bits(
                 0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->cut.tile));
@@ -214,18 +202,16 @@ typedef struct nsa__batch {
     const uint64_t *mask; /* for each query the keys of the tile that it sees */
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
-    int first, last;      /* the same in whole pairs, for products where keys are rows */
     int key, present; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
-   both ends, because windows and diagonals leave much of a tile unseen: in whole vectors where keys
-   are columns, else in pairs. Every mask has a bit, so the loops end. Cut keys would add p = 0, and
-   a key keeps its lane of the partial sums, so the cut changes no bit. */
+   both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
+   has a bit, so the loops end. Cut keys would add p = 0, and a key keeps its lane of the partial
+   sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0,
-                    0, 0};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -236,8 +222,6 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     }
     while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
-    for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
-    for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
     return b;

@@ -88,19 +88,21 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
     const nsa_tensor *to; /* the caller's view */
-    nsa_tensor view;      /* what the primitives add to: *to itself, or reals in workspace */
-    int heads, width;
+    nsa_tensor *view;     /* what the primitives add to: a copy of *to, or reals in workspace */
+    nsa__shape shape;
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
 /* The workspace of backward: | sums | delta_out | dk_cmp | dv_cmp | the primitives' own |. The
    branches run for a few kv heads of one sequence at a time, so that the sum of dq and delta_out
-   need memory for those heads alone. */
+   need memory for those heads alone. It must not be moved, because sums point to views of dx. */
 typedef struct nsa__chain_gradient {
+    nsa_attention dx; /* the gradients as the primitives see them: sums in place of the caller's
+                         views, out for every branch; k_cmp.out and v_cmp.out are dk_cmp and dv_cmp,
+                         to which cmp adds, and which phi's backward reads */
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor delta_out;      /* of every row of these heads: dout . out by branch, for the gate */
-    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
-    void *rest;                /* the primitives' workspace */
+    nsa_tensor delta_out; /* of every row of these heads: dout . out by branch, for the gate */
+    void *rest;           /* the primitives' workspace */
     size_t rest_bytes;
     size_t own;   /* bytes before it */
     int kv_heads; /* of a run */
@@ -173,16 +175,12 @@ static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_
     return slice;
 }
 
-static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
-    nsa__shape of_q = {1, d->count, sum->heads, sum->width};
-    return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
-}
-
 /* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
    width are apart, because their rows are not the same rows. q is never shared. */
 static int nsa__shared_sum(const nsa__sum *sums, int i) {
     for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
-        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
+        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].shape.width == sums[i].shape.width)
+            return k;
     return i;
 }
 
@@ -192,28 +190,29 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
                                        const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
+    nsa_tensor *view[NSA__SUMS] = {&g->dx.q,     &g->dx.k_cmp.x, &g->dx.v_cmp.x, &g->dx.k_slc,
+                                   &g->dx.v_slc, &g->dx.k_win,   &g->dx.v_win};
     g->kv_heads = nsa__chain_heads(d);
+    const int heads = d->heads / d->kv_heads * g->kv_heads;
+    const nsa__shape of_q = {1, d->count, heads, d->dim}, of_delta = {1, d->count, heads, 3};
+    g->dx = *dx;
+    g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
+    g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
+        const int of_v = i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN;
         sum->to = to[i];
-        sum->view = *to[i];
-        sum->owner = 0;
-        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * g->kv_heads : d->kv_heads;
-        sum->width =
-            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
-        if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
-        int same = nsa__shared_sum(g->sum, i);
-        if (same < i) {
-            sum->view = g->sum[same].view;
-            continue;
-        }
-        sum->owner = 1;
-        sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
+        sum->view = view[i];
+        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, of_v ? d->dim_v : d->dim);
+        const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
+        const int same = needed ? nsa__shared_sum(g->sum, i) : i;
+        sum->owner = needed && same == i;
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, sum->shape);
+        if (same < i) *view[i] = *view[same];
     }
-    const nsa__shape delta = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
-    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, delta);
-    g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
+    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
+    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -222,16 +221,16 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
    because later runs have as many heads or fewer. */
 static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
                                         const nsa_desc *d, int threads) {
-    size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
-           other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
-    most = most > other ? most : other;
+    size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 1, threads),
+                       nsa__compress_bytes(&x->v_cmp, d, 1, threads), 0, 0, 0};
+    size_t most = nsa__largest(parts);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
-        for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-            const nsa__attend_plan p =
-                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d);
-            other = nsa__attend_plan_bytes(&p, threads);
-            most = most > other ? most : other;
+        for (int i = NSA__CMP; i <= NSA__WIN; i++) {
+            const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)i, d);
+            parts[0] = most;
+            parts[2 + i] = nsa__attend_plan_bytes(&p, threads);
+            most = nsa__largest(parts);
         }
         if (!d->begins) break; /* all are alike */
     }
@@ -285,47 +284,33 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
-static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
-                                const nsa_desc *slice, const nsa__slice_origin *at) {
-    const int head = at->kv_head * (d->heads / d->kv_heads);
-    const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
-    const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
-    return f;
-}
-
 /* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
    adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
    heads. */
-static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
-                                            const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__slice_origin *at, int kv_heads) {
-    const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
+static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *x,
+                                            const nsa_desc *d, const nsa__slice_origin *at,
+                                            int kv_heads) {
+    const nsa__sum *q = &g->sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
-    const nsa__chain c = nsa__chain_of(x);
-    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
-    const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
-                     dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
-    int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
-    nsa_gate logits = c.gate, dlogits;
-    memset(&dlogits, 0, sizeof dlogits);
+    const nsa__chain c = nsa__chain_of(x), dc = nsa__chain_of(&g->dx);
+    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win}, *of_dx[] = {&dc.cmp, &dc.slc, &dc.win};
+    const int64_t batch = at->seq.batch, row = at->seq.row;
+    const int head = at->kv_head * (d->heads / d->kv_heads);
+    const int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
+    nsa_gate logits = c.gate, dlogits = dc.gate;
     nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
-    nsa_attend all;
-    nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
-    memset(&all, 0, sizeof all);
-    all.q = dx->q;
-    all.out = dx->out;
-    logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
-    dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.delta_out = dx->gates.data ? &g->delta_out : NULL;
+    nsa__flush dq = {
+        g->dx.q, nsa__view_at(*q->to, batch, row, head), slice.count, slice.heads, d->dim, 1};
+    logits.logits = nsa__view_at(logits.logits, batch, row, gate_head);
+    dlogits.logits = nsa__view_at(dlogits.logits, batch, row, gate_head);
+    gate.delta_out = dlogits.logits.data ? &g->delta_out : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-        nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
-        all.k = dk[branch];
-        all.v = dv[branch];
-        dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
-        if (q->owner) dviews.q = q->view;
-        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, (nsa__branch)branch, d);
+    for (int i = NSA__CMP; i <= NSA__WIN; i++) {
+        const nsa__branch branch = (nsa__branch)i;
+        const nsa_attend views = nsa__attend_at(of_x[i], d, branch, at);
+        nsa_attend dviews = nsa__attend_at(of_dx[i], d, branch, at);
+        if (q->owner) dviews.q = g->dx.q;
+        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, branch, d);
         p.options.gate = &gate;
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
@@ -341,49 +326,35 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
         const nsa__sum *sum = &g->sum[i];
         if (!sum->owner) continue;
         for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
-            const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
+            const nsa__flush f = {nsa__view_at(*sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
-                                  sum->heads,
-                                  sum->width,
+                                  (int)sum->shape.heads,
+                                  (int)sum->shape.width,
                                   0};
             nsa__flush_run(&f, d);
         }
     }
 }
 
-/* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
-   win. */
-static nsa_status nsa__chain_compress_backward(const nsa__chain_gradient *g, const nsa_compress *dx,
-                                               const nsa_compress *x, const nsa_desc *d,
-                                               nsa_tensor dout, nsa_tensor to) {
-    nsa_compress gradient = *dx;
-    gradient.out = dout;
-    gradient.x = to;
-    return nsa__compress_go(&gradient, x, d, NSA__FROM_START, g->rest, g->rest_bytes);
-}
-
 /* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
    dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
    last. */
-static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
-                                              const nsa_attention *x, const nsa_desc *d) {
-    const nsa__sum *sum = g->sum;
+static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
+                                              const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
-    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
-    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int at_once = g->kv_heads;
+        if (g->sum[i].owner) nsa__zero_tensor(g->sum[i].view, g->sum[i].shape, d);
+    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
+    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
     nsa__slice_origin at;
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += at_once) {
-            int heads = (int)nsa__min(at_once, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads));
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += g->kv_heads) {
+            int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)at.kv_head);
+            NSA__CHECK(nsa__chain_heads_backward(g, x, d, &at, heads));
         }
-    NSA__CHECK(nsa__chain_compress_backward(g, &dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
-                                            sum[NSA__SUM_K_CMP].view));
-    NSA__CHECK(nsa__chain_compress_backward(g, &dx->v_cmp, &x->v_cmp, d, g->dv_cmp,
-                                            sum[NSA__SUM_V_CMP].view));
+    const int from = NSA__FROM_START;
+    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, from, g->rest, g->rest_bytes));
     nsa__chain_flush(g, d);
     return NSA_OK;
 }
@@ -402,5 +373,5 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     a = nsa__arena_at(workspace);
     nsa__chain_gradient_layout(&g, dx, d, &a);
     g.rest_bytes = bytes - (size_t)((char *)g.rest - (char *)workspace);
-    return nsa__attention_backward_run(&g, dx, x, d);
+    return nsa__attention_backward_run(&g, x, d);
 }

@@ -21,22 +21,15 @@ static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
     int64_t batch = p->seq.batch, at = p->seq.row + t;
     int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
     nsa_real g[3], row[4][NSA__MAX_DIM];
-    const nsa_real *x[3];
+    const nsa_real *const x[3] = {row[0], row[1], row[2]};
     nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, g);
     for (int i = 0; i < 3; i++) {
-        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
-        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
-        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
+        nsa__load(row[i], branch[i]->dtype, nsa__row(branch[i], batch, at, head), dim_v);
         memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-        x[i] = row[i];
     }
-    if (nsa__rows_of_reals(out, dim_v)) {
-        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
-    } else {
-        p->tiles->gate(wide, g, x, row[3]);
-        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-    }
+    p->tiles->gate(wide, g, x, row[3]);
+    nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
 }
 
 enum { NSA__GATE_TOKENS = 16 };

@@ -103,17 +103,6 @@ NSA__COMPILED static void nsa__listed_gradient(const nsa__listed *f, nsa_real ds
         }
 }
 
-/* The first entry that is `block` or more; -1 stands behind all, as the largest number. */
-static int nsa__listed_find(const int32_t *list, int n, int block) {
-    int low = 0;
-    for (int half = n / 2; n > 0; half = n / 2) {
-        const int before = (uint32_t)list[low + half] < (uint32_t)block;
-        low += before ? half + 1 : 0;
-        n = before ? n - half - 1 : half;
-    }
-    return low;
-}
-
 /* Blocks begin .. end - 1 of a list: their scores, or what their gradients add. */
 static void nsa__listed_list(nsa__listed *f, int64_t t, int head, int begin, int end,
                              nsa_real *dk) {
@@ -121,7 +110,7 @@ static void nsa__listed_list(nsa__listed *f, int64_t t, int head, int begin, int
     const int32_t *list = (const int32_t *)nsa__row(&f->x->blocks, batch, row, head);
     const nsa_tensor *scores = f->dx ? &f->dx->scores : &f->x->scores;
     const int kv_head = head / (nsa__list_heads(f->d) / f->d->kv_heads);
-    int i = nsa__listed_find(list, f->width, begin);
+    int i = nsa__first_listed(list, f->width, begin);
     if (dk && (i == f->width || (uint32_t)list[i] >= (uint32_t)end)) return;
     nsa__listed_query(f, row, head);
     for (int n = 0; n < f->width; n++) f->scores[n] = nsa__minus_infinity();

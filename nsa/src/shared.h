@@ -350,9 +350,11 @@ typedef struct nsa__chain {
     nsa_gate gate;
 } nsa__chain;
 
+static const nsa_tensor nsa__no_view = {NULL, NSA_F32, 0, 0, 0};
+
 /* Copies views, no rows. */
 static nsa__chain nsa__chain_of(const nsa_attention *x) {
-    static const nsa_tensor none = {NULL, NSA_F32, 0, 0, 0};
+    const nsa_tensor none = nsa__no_view;
     const nsa__chain c = {{x->q, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp, x->blocks},
                           {x->q, x->k_slc, x->v_slc, x->out_slc, x->lse_slc, x->blocks},
                           {x->q, x->k_win, x->v_win, x->out_win, x->lse_win, x->blocks},
