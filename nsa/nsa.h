@@ -1525,31 +1525,7 @@ static nsa_status nsa__check_inputs(const nsa__side *side, const nsa_attention *
    A section is a file of nsa/src, which includes what it uses; so it uses only sections above it.
    Public functions check their arguments; below them every argument is trusted.
 
-   Words, each with one meaning:
-
-     arena         workspace that is handed out from its start; without a base it only counts bytes
-     batch         the queries of a task that go through one tile at once
-     branch        cmp, slc, win or dense: an attention over its own set of keys
-     entry point   a public function: it checks the descriptor and every view once
-     group         the query heads that share one kv head
-     head job      state of one branch for one (sequence, kv head): packed keys, sums, tiles
-     in place      K and V are read from the caller's memory, unpacked
-     layout        the function that hands out an arena to head jobs; a size query runs it too
-     list          the selection blocks of a query and kv head, ascending, -1 behind the last
-     listed        named by at least one list of the queries at hand
-     nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
-     packed        copied to workspace by tile, as rows of whole vectors or transposed
-     plan          what is constant in a call: geometry, tile sizes, bytes of workspace
-     row           the dim or dim_v numbers of one token and head
-     sequence      one of the batch; begins gives its rows if lengths vary
-     shrink        what earlier sums of a row are multiplied by when its maximum grows
-     span          keys begin .. end - 1 that a query sees
-     stencil       weights of the compressed blocks around a selection block, Eq. 9
-     task          queries of one head that a thread computes from end to end
-     task slot     memory of a backward task between its steps
-     team          the threads of a call, each with its scratch
-     tile          up to 64 neighbouring keys; also the functions that compute with them
-     tile queries  the queries of a task that see a key of the current tile */
+   CONTRIBUTING.md has the words, each with one meaning. */
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
 
@@ -2421,9 +2397,9 @@ static int64_t nsa__packed_tokens(const nsa_desc *d) {
     return d->begins && d->begins[d->batch] > d->begins[0] ? d->begins[d->batch] : 0;
 }
 
-/* Compressed rows of all sequences, packed one after another. */
-static int64_t nsa__packed_cmp(const nsa_desc *d) {
-    int64_t rows = 0;
+/* Compressed rows of all sequences. */
+static int64_t nsa__cmp_rows(const nsa_desc *d) {
+    int64_t rows = d->begins ? 0 : (int64_t)d->batch * nsa_cmp_count(d, d->tokens);
     for (int b = 0; d->begins && b < d->batch; b++)
         rows += nsa_cmp_count(d, d->begins[b + 1] - d->begins[b]);
     return rows;
@@ -2459,7 +2435,7 @@ static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
 
 static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
     if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
-    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
+    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__cmp_rows(d), d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */
@@ -2882,16 +2858,9 @@ NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
 }
 
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
-    nsa_status status = nsa_desc_check(d);
-    if (status != NSA_OK) return status;
+    NSA__CHECK(nsa_desc_check(d));
     if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_cmp_begins);
-    int64_t at = 0;
-    for (int b = 0; b <= d->batch;
-         b++) { /* twice: nothing is written before the last sum is known to fit */
-        int tokens = b == d->batch ? 0 : d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
-        at += nsa_cmp_count(d, tokens);
-    }
-    if (at > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    if (nsa__cmp_rows(d) > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     cmp_begins[0] = 0;
     for (int b = 0; b < d->batch; b++) {
         int tokens = d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
@@ -6630,15 +6599,11 @@ typedef struct nsa__compress_job {
 /* Blocks of a task, and tokens of a task that gathers dx. */
 enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
 
-static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
-    return nsa__row(x, 0, row, head);
-}
-
 /* Row `row` of a parameter of one head; zeros if the parameter is absent: pos, b1 and b2 are
    optional. */
 static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
     if (x->data)
-        nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
+        nsa__load(to, x->dtype, nsa__row(x, 0, row, head), n);
     else
         memset(to, 0, (size_t)n * sizeof *to);
 }
@@ -6691,31 +6656,23 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
                    out + (i - begin) * x->dim, x->dim);
 }
 
-/* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
-   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative
-   quotient towards 0. */
-static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
-    int l = p->d->cmp_block, stride = p->d->cmp_stride;
-    *begin = token < l ? 0 : (token - l) / stride + 1;
-    *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
-}
-
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
-   that no two tasks add to one row. */
+   that no two tasks add to one row. i d <= t < i d + l, so (t - l) / d < i <= t / d. The case t < l
+   is apart, because C rounds a negative quotient towards 0. */
 static void nsa__filter_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
-    int dim = p->x->dim;
+    const int dim = p->x->dim, l = p->d->cmp_block, stride = p->d->cmp_stride;
     int64_t last = nsa__min(p->seq.tokens, (nth + 1) * NSA__CMP_TOKENS);
     (void)scratch;
     for (int64_t t = nth * NSA__CMP_TOKENS; t < last; t++) {
-        int64_t begin, end;
-        nsa__covering(p, t, &begin, &end);
+        const int64_t begin = t < l ? 0 : (t - l) / stride + 1;
+        const int64_t end = nsa__min(p->seq.cmp_tokens, t / stride + 1);
         if (begin >= end) continue;
         memset(sum, 0, sizeof sum);
         for (int64_t i = begin; i < end; i++) {
-            nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
+            nsa__load_taps(p, w, (int)(t - i * stride));
             nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
             for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
         }
@@ -6942,31 +6899,27 @@ static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     p->dh = nsa__alloc_reals(a, p->rows * hidden);
 }
 
-static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
-                                       nsa__arena *scratch) {
+/* The job of a call. In backward act and dh of all compressed rows of a kv head are kept, so that h
+   is computed once. Its three steps run one after another, so a thread's scratch is the larger of
+   their needs. */
+static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_desc *d, int backward,
+                                            nsa__arena *shared, nsa__arena *scratch) {
+    const int mlp = x->phi == NSA_PHI_MLP;
+    nsa__compress_job p;
     nsa__mlp_rows f;
-    if (p->x->phi == NSA_PHI_MLP) {
-        nsa__mlp_alloc_weights(p, shared);
-        nsa__mlp_rows_alloc(&f, p, scratch);
-    } else {
-        nsa__alloc_reals(scratch, NSA__CMP_ROWS * p->x->dim);
-    }
-}
-
-/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. The tasks of
-   the three steps run one after another, so a thread's scratch is the larger of their needs. */
-static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
-                                        nsa__arena *scratch) {
-    nsa__mlp_rows f;
-    p->rows = p->d->begins ? nsa__packed_cmp(p->d)
-                           : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
-    nsa__compress_alloc_sums(p, shared);
-    if (p->x->phi != NSA_PHI_MLP) return;
-    nsa__arena other = {NULL, 0};
-    nsa__mlp_alloc_weights(p, shared);
-    nsa__mlp_rows_alloc(&f, p, scratch);
-    nsa__alloc_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
-    if (other.used > scratch->used) scratch->used = other.used;
+    nsa__arena tokens = {NULL, 0};
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.rows = nsa__cmp_rows(d);
+    if (backward) nsa__compress_alloc_sums(&p, shared);
+    if (mlp) nsa__mlp_alloc_weights(&p, shared);
+    if (mlp) nsa__mlp_rows_alloc(&f, &p, scratch);
+    if (!mlp && !backward) nsa__alloc_reals(scratch, NSA__CMP_ROWS * x->dim);
+    if (mlp && backward) nsa__alloc_reals(&tokens, (int64_t)NSA__CMP_ROWS * d->cmp_stride * x->dim);
+    if (tokens.used > scratch->used) scratch->used = tokens.used;
+    return p;
 }
 
 /* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
@@ -7047,7 +7000,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
             if (!list[i].dx->data || (p->head + 1 < p->d->kv_heads && list[i].dx->head == 0))
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
-                nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
+                nsa__add(list[i].dx->dtype, nsa__row(list[i].dx, 0, r, p->head), 1,
                          sums[i] + r * list[i].width, list[i].width);
         }
     }
@@ -7074,15 +7027,6 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     return nsa__compress_check_sizes(x, d, 0);
 }
 
-static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
-                               const nsa_desc *d) {
-    memset(p, 0, sizeof *p);
-    p->x = x;
-    p->dx = dx;
-    p->d = d;
-    p->tiles = nsa__tiles_of(d->isa);
-}
-
 /* Which blocks are computed: all, or those that appended tokens complete, whose rows lie straight
    (0) or in a ring of so many (above 0). */
 enum { NSA__FROM_START = -1 };
@@ -7092,13 +7036,12 @@ static int nsa__compress_from(const nsa_desc *d) {
 
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
                                    int from, void *workspace, size_t bytes) {
-    nsa__compress_job p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
-    nsa__compress_init(&p, dx, x, d);
+    nsa__compress_job p = nsa__compress_plan(x, d, dx != NULL, &shared, &scratch);
+    p.dx = dx;
     p.ring = (int)nsa__max(0, from);
     p.appends = from != NSA__FROM_START;
-    (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -7106,10 +7049,8 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
 
 static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward,
                                   int threads) {
-    nsa__compress_job p;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    nsa__compress_init(&p, NULL, x, d);
-    (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    nsa__compress_plan(x, d, backward, &shared, &scratch);
     return nsa__bytes_for(shared.used, threads, scratch.used);
 }
 
@@ -7776,10 +7717,6 @@ static int64_t nsa__head_tasks(const nsa__head_job *job) {
 static int64_t nsa__query_tasks(const nsa__head_job *job) {
     return job->heads * nsa__head_tasks(job);
 }
-/* The first query of a head's task. */
-static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
-    return task * job->task_queries;
-}
 
 /* The row of a key in K or V, or in their gradients. */
 static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
@@ -7984,7 +7921,7 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
    without lists. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const int64_t from = nsa__task_begin(job, task);
+    const int64_t from = task * job->task_queries;
     it->first = job->seq.first + (int)from;
     it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
     it->tile_begin = job->tile_begin;
@@ -8910,17 +8847,6 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
-/* The jobs of a call, with memory of the workspace. Returns those that read in place. */
-static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
-                                        nsa__arena *shared) {
-    nsa__head_job *in_place = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; i < p->cut.head_slots; i++) {
-        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, threads);
-        if (p->options.select) nsa__fill_stencil(&jobs[i]);
-    }
-    return in_place;
-}
-
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
 }
@@ -8968,7 +8894,11 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *in_place = nsa__forward_jobs(jobs, p, team.threads, &shared);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
+    for (int i = 0; i < p->cut.head_slots; i++) {
+        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+    }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
@@ -9056,23 +8986,18 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
     return (nsa_real)is_real;
 }
 
-/* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
-   place of a non-finite row: the gate's gradient of that row is not finite. */
+/* dout . out of a row, before the gate. dout is read again, because f->dout may have pairs, and has
+   zeros in place of a non-finite row: the gate's gradient of that row is not finite. */
 static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
     const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
-    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
-    int dim_v = p->d->dim_v;
-    nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
+    const int dim_v = p->d->dim_v, wide = p->v.wide;
+    nsa_real out[NSA__MAX_DIM], dout[NSA__MAX_DIM];
     nsa__load(out, of_out->dtype, nsa__walk_queries(job, it, of_out, dim_v, r), dim_v);
-    memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
-    if (!nsa__takes_factor(&p->v) || f->nonfinite[r]) {
-        nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
-        memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
-        dout = again;
-    }
-    return nsa__dot(out, dout, p->v.wide);
+    nsa__load(dout, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
+    for (int c = dim_v; c < wide; c++) out[c] = dout[c] = 0;
+    return nsa__dot(out, dout, wide);
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a

@@ -9,31 +9,7 @@
    A section is a file of nsa/src, which includes what it uses; so it uses only sections above it.
    Public functions check their arguments; below them every argument is trusted.
 
-   Words, each with one meaning:
-
-     arena         workspace that is handed out from its start; without a base it only counts bytes
-     batch         the queries of a task that go through one tile at once
-     branch        cmp, slc, win or dense: an attention over its own set of keys
-     entry point   a public function: it checks the descriptor and every view once
-     group         the query heads that share one kv head
-     head job      state of one branch for one (sequence, kv head): packed keys, sums, tiles
-     in place      K and V are read from the caller's memory, unpacked
-     layout        the function that hands out an arena to head jobs; a size query runs it too
-     list          the selection blocks of a query and kv head, ascending, -1 behind the last
-     listed        named by at least one list of the queries at hand
-     nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
-     packed        copied to workspace by tile, as rows of whole vectors or transposed
-     plan          what is constant in a call: geometry, tile sizes, bytes of workspace
-     row           the dim or dim_v numbers of one token and head
-     sequence      one of the batch; begins gives its rows if lengths vary
-     shrink        what earlier sums of a row are multiplied by when its maximum grows
-     span          keys begin .. end - 1 that a query sees
-     stencil       weights of the compressed blocks around a selection block, Eq. 9
-     task          queries of one head that a thread computes from end to end
-     task slot     memory of a backward task between its steps
-     team          the threads of a call, each with its scratch
-     tile          up to 64 neighbouring keys; also the functions that compute with them
-     tile queries  the queries of a task that see a key of the current tile */
+   CONTRIBUTING.md has the words, each with one meaning. */
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
 

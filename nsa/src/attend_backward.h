@@ -82,23 +82,18 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
     return (nsa_real)is_real;
 }
 
-/* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
-   place of a non-finite row: the gate's gradient of that row is not finite. */
+/* dout . out of a row, before the gate. dout is read again, because f->dout may have pairs, and has
+   zeros in place of a non-finite row: the gate's gradient of that row is not finite. */
 static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
     const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
-    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
-    int dim_v = p->d->dim_v;
-    nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
+    const int dim_v = p->d->dim_v, wide = p->v.wide;
+    nsa_real out[NSA__MAX_DIM], dout[NSA__MAX_DIM];
     nsa__load(out, of_out->dtype, nsa__walk_queries(job, it, of_out, dim_v, r), dim_v);
-    memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
-    if (!nsa__takes_factor(&p->v) || f->nonfinite[r]) {
-        nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
-        memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
-        dout = again;
-    }
-    return nsa__dot(out, dout, p->v.wide);
+    nsa__load(dout, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
+    for (int c = dim_v; c < wide; c++) out[c] = dout[c] = 0;
+    return nsa__dot(out, dout, wide);
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a

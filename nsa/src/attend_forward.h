@@ -224,17 +224,6 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
-/* The jobs of a call, with memory of the workspace. Returns those that read in place. */
-static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
-                                        nsa__arena *shared) {
-    nsa__head_job *in_place = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; i < p->cut.head_slots; i++) {
-        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, threads);
-        if (p->options.select) nsa__fill_stencil(&jobs[i]);
-    }
-    return in_place;
-}
-
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
 }
@@ -282,7 +271,11 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *in_place = nsa__forward_jobs(jobs, p, team.threads, &shared);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
+    for (int i = 0; i < p->cut.head_slots; i++) {
+        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+    }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;

@@ -138,10 +138,6 @@ static int64_t nsa__head_tasks(const nsa__head_job *job) {
 static int64_t nsa__query_tasks(const nsa__head_job *job) {
     return job->heads * nsa__head_tasks(job);
 }
-/* The first query of a head's task. */
-static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
-    return task * job->task_queries;
-}
 
 /* The row of a key in K or V, or in their gradients. */
 static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {

@@ -137,7 +137,7 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
    without lists. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const int64_t from = nsa__task_begin(job, task);
+    const int64_t from = task * job->task_queries;
     it->first = job->seq.first + (int)from;
     it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
     it->tile_begin = job->tile_begin;

@@ -307,9 +307,9 @@ static int64_t nsa__packed_tokens(const nsa_desc *d) {
     return d->begins && d->begins[d->batch] > d->begins[0] ? d->begins[d->batch] : 0;
 }
 
-/* Compressed rows of all sequences, packed one after another. */
-static int64_t nsa__packed_cmp(const nsa_desc *d) {
-    int64_t rows = 0;
+/* Compressed rows of all sequences. */
+static int64_t nsa__cmp_rows(const nsa_desc *d) {
+    int64_t rows = d->begins ? 0 : (int64_t)d->batch * nsa_cmp_count(d, d->tokens);
     for (int b = 0; d->begins && b < d->batch; b++)
         rows += nsa_cmp_count(d, d->begins[b + 1] - d->begins[b]);
     return rows;
@@ -345,7 +345,7 @@ static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
 
 static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
     if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
-    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
+    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__cmp_rows(d), d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */

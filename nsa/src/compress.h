@@ -23,15 +23,11 @@ typedef struct nsa__compress_job {
 /* Blocks of a task, and tokens of a task that gathers dx. */
 enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
 
-static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
-    return nsa__row(x, 0, row, head);
-}
-
 /* Row `row` of a parameter of one head; zeros if the parameter is absent: pos, b1 and b2 are
    optional. */
 static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
     if (x->data)
-        nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
+        nsa__load(to, x->dtype, nsa__row(x, 0, row, head), n);
     else
         memset(to, 0, (size_t)n * sizeof *to);
 }
@@ -84,31 +80,23 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
                    out + (i - begin) * x->dim, x->dim);
 }
 
-/* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
-   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative
-   quotient towards 0. */
-static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
-    int l = p->d->cmp_block, stride = p->d->cmp_stride;
-    *begin = token < l ? 0 : (token - l) / stride + 1;
-    *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
-}
-
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
-   that no two tasks add to one row. */
+   that no two tasks add to one row. i d <= t < i d + l, so (t - l) / d < i <= t / d. The case t < l
+   is apart, because C rounds a negative quotient towards 0. */
 static void nsa__filter_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
-    int dim = p->x->dim;
+    const int dim = p->x->dim, l = p->d->cmp_block, stride = p->d->cmp_stride;
     int64_t last = nsa__min(p->seq.tokens, (nth + 1) * NSA__CMP_TOKENS);
     (void)scratch;
     for (int64_t t = nth * NSA__CMP_TOKENS; t < last; t++) {
-        int64_t begin, end;
-        nsa__covering(p, t, &begin, &end);
+        const int64_t begin = t < l ? 0 : (t - l) / stride + 1;
+        const int64_t end = nsa__min(p->seq.cmp_tokens, t / stride + 1);
         if (begin >= end) continue;
         memset(sum, 0, sizeof sum);
         for (int64_t i = begin; i < end; i++) {
-            nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
+            nsa__load_taps(p, w, (int)(t - i * stride));
             nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
             for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
         }
@@ -335,31 +323,27 @@ static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     p->dh = nsa__alloc_reals(a, p->rows * hidden);
 }
 
-static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
-                                       nsa__arena *scratch) {
+/* The job of a call. In backward act and dh of all compressed rows of a kv head are kept, so that h
+   is computed once. Its three steps run one after another, so a thread's scratch is the larger of
+   their needs. */
+static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_desc *d, int backward,
+                                            nsa__arena *shared, nsa__arena *scratch) {
+    const int mlp = x->phi == NSA_PHI_MLP;
+    nsa__compress_job p;
     nsa__mlp_rows f;
-    if (p->x->phi == NSA_PHI_MLP) {
-        nsa__mlp_alloc_weights(p, shared);
-        nsa__mlp_rows_alloc(&f, p, scratch);
-    } else {
-        nsa__alloc_reals(scratch, NSA__CMP_ROWS * p->x->dim);
-    }
-}
-
-/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. The tasks of
-   the three steps run one after another, so a thread's scratch is the larger of their needs. */
-static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
-                                        nsa__arena *scratch) {
-    nsa__mlp_rows f;
-    p->rows = p->d->begins ? nsa__packed_cmp(p->d)
-                           : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
-    nsa__compress_alloc_sums(p, shared);
-    if (p->x->phi != NSA_PHI_MLP) return;
-    nsa__arena other = {NULL, 0};
-    nsa__mlp_alloc_weights(p, shared);
-    nsa__mlp_rows_alloc(&f, p, scratch);
-    nsa__alloc_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
-    if (other.used > scratch->used) scratch->used = other.used;
+    nsa__arena tokens = {NULL, 0};
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.rows = nsa__cmp_rows(d);
+    if (backward) nsa__compress_alloc_sums(&p, shared);
+    if (mlp) nsa__mlp_alloc_weights(&p, shared);
+    if (mlp) nsa__mlp_rows_alloc(&f, &p, scratch);
+    if (!mlp && !backward) nsa__alloc_reals(scratch, NSA__CMP_ROWS * x->dim);
+    if (mlp && backward) nsa__alloc_reals(&tokens, (int64_t)NSA__CMP_ROWS * d->cmp_stride * x->dim);
+    if (tokens.used > scratch->used) scratch->used = tokens.used;
+    return p;
 }
 
 /* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
@@ -440,7 +424,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
             if (!list[i].dx->data || (p->head + 1 < p->d->kv_heads && list[i].dx->head == 0))
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
-                nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
+                nsa__add(list[i].dx->dtype, nsa__row(list[i].dx, 0, r, p->head), 1,
                          sums[i] + r * list[i].width, list[i].width);
         }
     }
@@ -467,15 +451,6 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     return nsa__compress_check_sizes(x, d, 0);
 }
 
-static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
-                               const nsa_desc *d) {
-    memset(p, 0, sizeof *p);
-    p->x = x;
-    p->dx = dx;
-    p->d = d;
-    p->tiles = nsa__tiles_of(d->isa);
-}
-
 /* Which blocks are computed: all, or those that appended tokens complete, whose rows lie straight
    (0) or in a ring of so many (above 0). */
 enum { NSA__FROM_START = -1 };
@@ -485,13 +460,12 @@ static int nsa__compress_from(const nsa_desc *d) {
 
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
                                    int from, void *workspace, size_t bytes) {
-    nsa__compress_job p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
-    nsa__compress_init(&p, dx, x, d);
+    nsa__compress_job p = nsa__compress_plan(x, d, dx != NULL, &shared, &scratch);
+    p.dx = dx;
     p.ring = (int)nsa__max(0, from);
     p.appends = from != NSA__FROM_START;
-    (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -499,10 +473,8 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
 
 static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward,
                                   int threads) {
-    nsa__compress_job p;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    nsa__compress_init(&p, NULL, x, d);
-    (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    nsa__compress_plan(x, d, backward, &shared, &scratch);
     return nsa__bytes_for(shared.used, threads, scratch.used);
 }
 

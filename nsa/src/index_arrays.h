@@ -39,16 +39,9 @@ NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
 }
 
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
-    nsa_status status = nsa_desc_check(d);
-    if (status != NSA_OK) return status;
+    NSA__CHECK(nsa_desc_check(d));
     if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_cmp_begins);
-    int64_t at = 0;
-    for (int b = 0; b <= d->batch;
-         b++) { /* twice: nothing is written before the last sum is known to fit */
-        int tokens = b == d->batch ? 0 : d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
-        at += nsa_cmp_count(d, tokens);
-    }
-    if (at > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    if (nsa__cmp_rows(d) > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     cmp_begins[0] = 0;
     for (int b = 0; b < d->batch; b++) {
         int tokens = d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
