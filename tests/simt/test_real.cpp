@@ -1,0 +1,56 @@
+/* test_real.cpp: kernels beside an nsa.h whose own numbers are double: sums, lse and the gradients of
+   lse are f32 on CUDA whatever NSA_REAL is, and f64 is refused by name.
+   Twin: the tests of the CPU with NSA_REAL=double. Not here: results; merge stands for all, because
+   one table says which views are lse (nsa/src/views.h). */
+#define NSA_REAL double
+#define NSA_CUDA_IMPLEMENTATION
+#include "nsa_cuda.cuh"
+
+#include "expect.h"
+
+static const int tokens = 3, heads = 2, width = 8;
+
+struct views {
+    device_array<double> data{tokens * heads * width}; /* room for either dtype */
+    nsa_tensor of(nsa_dtype dtype, int columns) {
+        return nsa_tensor_bthd(data.data, dtype, tokens, heads, columns);
+    }
+};
+
+/* merge of rows of 2 and of 4 with the same lse: their mean, and lse + ln 2. */
+static nsa_status merge(nsa_dtype rows, nsa_dtype lse, std::vector<float> *mean,
+                        std::vector<float> *sum) {
+    const size_t n = tokens * heads;
+    device_array<float> a(std::vector<float>(n * width, 2)), b(std::vector<float>(n * width, 4)),
+        lse_ab(std::vector<float>(n, 1));
+    views out, lse_out;
+    nsa_desc d = nsa_desc_default(1, tokens, heads, heads, width);
+    nsa_merge x = {};
+    x.out_a = nsa_tensor_bthd(a.data, NSA_F32, tokens, heads, width);
+    x.out_b = nsa_tensor_bthd(b.data, NSA_F32, tokens, heads, width);
+    x.lse_a = x.lse_b = nsa_tensor_bthd(lse_ab.data, NSA_F32, tokens, heads, 1);
+    x.out = out.of(rows, width);
+    x.lse = lse_out.of(lse, 1);
+    const nsa_status s = nsa_cuda_merge_forward(&x, &d, nullptr);
+    mean->resize(n * width);
+    sum->resize(n);
+    EXPECT(cudaMemcpy(mean->data(), out.data.data, mean->size() * sizeof(float),
+                      cudaMemcpyDeviceToHost) == cudaSuccess);
+    EXPECT(cudaMemcpy(sum->data(), lse_out.data.data, n * sizeof(float), cudaMemcpyDeviceToHost) ==
+           cudaSuccess);
+    return s;
+}
+
+int main() {
+    std::vector<float> mean, sum;
+    EXPECT_EQUAL(merge(NSA_F32, NSA_F32, &mean, &sum), NSA_OK);
+    for (float x : mean) EXPECT_EQUAL(x, 3);
+    for (float x : sum) EXPECT(x > 1.693147f && x < 1.693148f);
+    nsa_status s = merge(NSA_F64, NSA_F32, &mean, &sum);
+    EXPECT_EQUAL(nsa_status_kind(s), NSA_ERROR_DTYPE);
+    EXPECT(!strcmp(nsa_status_where(s), "out"));
+    s = merge(NSA_F32, NSA_F64, &mean, &sum);
+    EXPECT_EQUAL(nsa_status_kind(s), NSA_ERROR_DTYPE);
+    EXPECT(!strcmp(nsa_status_where(s), "lse"));
+    return expect_result("test_real");
+}
