@@ -1628,24 +1628,27 @@ NSA__INLINE float nsa__from_f16(uint16_t x) {
                                 (~is_subnormal & normal));
 }
 
-/* Exponent and mantissa are rounded as one integer, so that a carry out of the mantissa raises the
-   exponent. 0x477ff000 is 65520, halfway between the largest f16 and 65536. 0x33000000 is 2^-25,
-   half of the smallest subnormal; the tie there goes to 0, which is even. */
+/* The magnitude of an f32 to nearest, ties to even, in a format with `drop` bits less of mantissa
+   and a bias that is smaller by `less`. Exponent and mantissa are rounded as one integer, so that a
+   carry out of the mantissa raises the exponent. A subnormal number is the lower bits of a sum with
+   the number whose last place is the format's smallest step. What is too large for the format is
+   the caller's. No branches, as above. */
+NSA__INLINE uint32_t nsa__round_to(uint32_t magnitude, int drop, uint32_t less) {
+    const uint32_t least = (less + 1) << 23, step = least + ((uint32_t)drop << 23);
+    uint32_t subnormal =
+        nsa__float_bits(nsa__float_from_bits(magnitude) + nsa__float_from_bits(step)) - step;
+    uint32_t normal = magnitude - (less << 23) + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1);
+    uint32_t is_subnormal = 0u - (uint32_t)(magnitude < least);
+    return (is_subnormal & subnormal) | (~is_subnormal & normal >> drop);
+}
+
+/* 0x477ff000 is 65520, halfway between the largest f16 and 65536. */
 NSA__INLINE uint16_t nsa__to_f16(float x) {
-    uint32_t bits = nsa__float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or beyond */
-    if (magnitude < 0x33000000u) return (uint16_t)sign; /* below half a subnormal step */
-    int shift = 13;
-    uint32_t mantissa = magnitude - (112u << 23);
-    if (magnitude < 0x38800000u) { /* subnormal: count in units of 2^-24 */
-        shift = 126 - (int)(magnitude >> 23);
-        mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-    }
-    uint32_t half = 1u << (shift - 1), rest = mantissa & ((1u << shift) - 1);
-    uint32_t rounded = mantissa >> shift;
-    if (rest > half || (rest == half && (rounded & 1))) rounded++;
-    return (uint16_t)(sign | rounded);
+    uint32_t bits = nsa__float_bits(x), magnitude = bits & 0x7fffffffu;
+    uint32_t rounded = nsa__round_to(magnitude, 13, 112);
+    if (magnitude >= 0x477ff000u) rounded = 0x7c00u; /* rounds to 65536 or beyond */
+    if (magnitude > 0x7f800000u) rounded = 0x7e00u;
+    return (uint16_t)((bits >> 16 & 0x8000u) | rounded);
 }
 
 NSA_API float nsa_bf16_to_f32(uint16_t x) {
@@ -1713,7 +1716,8 @@ static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
 
-NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+/* Loads a row's numbers as reals. */
+NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     const uint16_t *half = (const uint16_t *)row;
     switch (dtype) {
     case NSA_F32:
@@ -1731,6 +1735,10 @@ NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *r
     case NSA_I32:
         break;
     }
+}
+
+NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+    nsa__widen(to, dtype, row, n);
 }
 
 /* f64 reaches bf16 and f16 through f32, so it is rounded twice there. */
@@ -2020,6 +2028,10 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #elif defined(__wasm_simd128__)
 #define NSA__HAS_SIMD128
 #endif
+/* AVX2's processors convert f16, but not all compilers can ask; without it the loop is plain. */
+#if defined(NSA__HAS_AVX) && (defined(__clang__) ? __clang_major__ >= 18 : __GNUC__ >= 11)
+#define NSA__HAS_F16C
+#endif
 /* Products of bf16, for sums in f32. A test defines NSA__BF16_BY_HAND, the name of a file with
    plain code for the one instruction that its machine may lack. */
 #if NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 11)
@@ -2056,6 +2068,9 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
 #endif
 #ifdef NSA__HAS_AVX
     case NSA_ISA_AVX2:
+#ifdef NSA__HAS_F16C
+        if (!__builtin_cpu_supports("f16c")) return 0;
+#endif
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     case NSA_ISA_AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
@@ -2940,6 +2955,9 @@ typedef struct nsa__tiles {
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* n numbers of each of the rows of x from `row` on as reals; rows of `to` are ld apart */
+    void (*widen)(int rows, int n, const nsa_tensor *x, const void *row, ptrdiff_t ld,
+                  nsa_real *to);
     /* to = factor x, for n numbers, a multiple of 16 */
     void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
     /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
@@ -2987,7 +3005,7 @@ typedef struct nsa__pairs {
    empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
    b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
    <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
-   is 0 if e is -inf, even of NaN. */
+   is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
 #define NSA__ROWS    4
@@ -3018,9 +3036,7 @@ typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
-#if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
-#endif
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
 #define NSA__L                   1
 typedef nsa_real NSA__T(vec);
@@ -3560,6 +3576,27 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
+                                      ptrdiff_t ld, nsa_real *to) {
+    const nsa_dtype dtype = x->dtype;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const char *from = (const char *)row;
+    for (int r = 0; r < rows; r++, to += ld) {
+        int j = 0;
+        if (r) from += apart; /* of one row it may be anything */
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+        for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(halves) numbers;
+            NSA__V reals;
+            memcpy(&numbers, from + j * bytes, sizeof numbers);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals;
+        }
+#endif
+        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+    }
+}
+
 NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
@@ -3635,9 +3672,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
+                                         NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -3658,6 +3696,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
+#undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -3677,6 +3716,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__VECTORS             4
 #define NSA__TARGET              NSA__COMPILED
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+w"(x))
+#define NSA__OF_F16(x, halves)   __asm__("fcvtl %0.4s, %1.4h" : "=w"(x) : "w"(halves))
 #elif defined(NSA__HAS_SIMD128)
 #define NSA__ISA                 simd128
 #define NSA__BYTES               16
@@ -3705,9 +3745,7 @@ typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
-#if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
-#endif
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
 #define NSA__L                   1
 typedef nsa_real NSA__T(vec);
@@ -4210,6 +4248,27 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
+                                      ptrdiff_t ld, nsa_real *to) {
+    const nsa_dtype dtype = x->dtype;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const char *from = (const char *)row;
+    for (int r = 0; r < rows; r++, to += ld) {
+        int j = 0;
+        if (r) from += apart;
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+        for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(halves) numbers;
+            NSA__V reals;
+            memcpy(&numbers, from + j * bytes, sizeof numbers);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals;
+        }
+#endif
+        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+    }
+}
+
 NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
@@ -4280,9 +4339,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
+                                         NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -4303,6 +4363,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
+#undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -4326,6 +4387,9 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
 #define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
+#ifdef NSA__HAS_F16C
+#define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
+#endif
 
 #define NSA__PASTE_(a, b) nsa__##a##_##b
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
@@ -4345,9 +4409,7 @@ typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
-#if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
-#endif
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
 #define NSA__L                   1
 typedef nsa_real NSA__T(vec);
@@ -4850,6 +4912,27 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
+                                      ptrdiff_t ld, nsa_real *to) {
+    const nsa_dtype dtype = x->dtype;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const char *from = (const char *)row;
+    for (int r = 0; r < rows; r++, to += ld) {
+        int j = 0;
+        if (r) from += apart;
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+        for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(halves) numbers;
+            NSA__V reals;
+            memcpy(&numbers, from + j * bytes, sizeof numbers);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals;
+        }
+#endif
+        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+    }
+}
+
 NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
@@ -4920,9 +5003,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
+                                         NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -4943,6 +5027,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
+#undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -4957,7 +5042,8 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
 #define NSA__NEAREST(e, x) \
     __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
-#define NSA__SCALEF(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#define NSA__SCALEF(p, e)      __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=v"(x) : "vm"(halves))
 
 #define NSA__PASTE_(a, b) nsa__##a##_##b
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
@@ -4977,9 +5063,7 @@ typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
-#if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
-#endif
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
 #define NSA__L                   1
 typedef nsa_real NSA__T(vec);
@@ -5482,6 +5566,27 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
+                                      ptrdiff_t ld, nsa_real *to) {
+    const nsa_dtype dtype = x->dtype;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const char *from = (const char *)row;
+    for (int r = 0; r < rows; r++, to += ld) {
+        int j = 0;
+        if (r) from += apart;
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+        for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(halves) numbers;
+            NSA__V reals;
+            memcpy(&numbers, from + j * bytes, sizeof numbers);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals;
+        }
+#endif
+        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+    }
+}
+
 NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
@@ -5552,9 +5657,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
+                                         NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -5575,6 +5681,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
+#undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -5635,9 +5742,7 @@ typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
-#if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
-#endif
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
 #define NSA__L                   1
 typedef nsa_real NSA__T(vec);
@@ -6140,6 +6245,27 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
+                                      ptrdiff_t ld, nsa_real *to) {
+    const nsa_dtype dtype = x->dtype;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const char *from = (const char *)row;
+    for (int r = 0; r < rows; r++, to += ld) {
+        int j = 0;
+        if (r) from += apart;
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+        for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(halves) numbers;
+            NSA__V reals;
+            memcpy(&numbers, from + j * bytes, sizeof numbers);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals;
+        }
+#endif
+        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+    }
+}
+
 NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
@@ -6210,9 +6336,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
+                                         NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -6233,6 +6360,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
+#undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
@@ -7572,12 +7700,21 @@ static int nsa__is_operand(const nsa__operand *o, const nsa_tensor *x) {
     return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
 }
 
-/* Copies a row, with zeros behind it. One that is not finite becomes zeros: then 0 is returned. */
-static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, nsa_dtype dtype,
+/* Copies rows of x from `row` on as reals, with zeros behind each. */
+static void nsa__widen_rows(const nsa__operand *o, int rows, const nsa_tensor *x, const void *row,
+                            nsa_real *to) {
+    const size_t behind = (size_t)(o->wide - o->width) * sizeof *to;
+    for (int r = 0; behind && r < rows; r++)
+        memset(to + (ptrdiff_t)r * o->stride + o->width, 0, behind);
+    o->tiles->widen(rows, o->width, x, row, o->stride, to);
+}
+
+/* Copies a row of the format. One that is not finite becomes zeros: then 0 is returned. */
+static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
                              const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
-    memset(to + o->width, 0, (size_t)(o->wide - o->width) * sizeof *to);
-    return nsa__load_finite(to, dtype, from, o->width);
+    nsa__widen_rows(o, 1, x, from, to);
+    return nsa__clear_nonfinite(to, o->width);
 }
 
 /* ---- Attention: plan and spans ----------------------------------------------------------------
@@ -8132,9 +8269,10 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
             const void *from = nsa__walk_packed(job, o, begin, r);
-            const int present = from ? width : 0;
-            if (from) nsa__load(row, x->dtype, from, width);
-            if (present < wide) memset(row + present, 0, (size_t)(wide - present) * sizeof *row);
+            if (from)
+                nsa__widen_rows(o, 1, x, from, row);
+            else
+                memset(row, 0, (size_t)wide * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
         for (int i = 0; !all_finite && i < NSA__LANES; i++)
@@ -8171,7 +8309,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
         const void *from = nsa__walk_packed(job, o, begin, r);
         if (!from)
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x->dtype, from))
+        else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
         if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, room, room + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)
@@ -8280,7 +8418,7 @@ static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *jo
 typedef struct nsa__in_place {
     nsa_real *q_t;       /* (depth, columns): q transposed */
     nsa_real *s_t;       /* (tile, columns): the scores of a tile, transposed */
-    nsa_real *rows;      /* copies of rows that no product can read in place */
+    nsa_real *rows;      /* copies, as reals or pairs, of rows that no product can read in place */
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
@@ -8308,7 +8446,20 @@ static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *
             f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->k.stride + c];
 }
 
-/* s_t = k q_t for the batch's keys. Before each part of the product its values and the next
+/* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
+static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job *job,
+                                     const nsa_tensor *x, const nsa__operand *o, int begin, int n) {
+    const nsa__matrix rows = {f->rows, o->stride, 1, NULL};
+    for (int i = 0, some; i < n; i += some) {
+        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
+        nsa__widen_rows(o, some, x, nsa__key(job, x, begin + i),
+                        f->rows + (ptrdiff_t)i * o->stride);
+    }
+    return rows;
+}
+
+/* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
+   still in L1 when it is multiplied. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
                                   const nsa__tile_iter *it, const nsa__batch *b,
@@ -8319,11 +8470,16 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-        const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
-                               keys->rows ? keys->rows + i : NULL};
+        nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        if (!k.data)
+            k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
+        else if (k.rows)
+            k.rows += i;
+        else
+            k.data += i * k.row;
         nsa__product_along(&p->k, some, columns, &k, &q_t, &s_t);
     }
 }
@@ -8335,7 +8491,7 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
     nsa__matrix rows = {f->rows, o->stride, 1, NULL};
     nsa_real *copy = f->rows;
     for (int i = 0; i < b->present; i++, copy += o->stride)
-        if (!nsa__copy_operand(o, copy, x->dtype, nsa__key(job, x, b->key + i)))
+        if (!nsa__copy_operand(o, copy, x, nsa__key(job, x, b->key + i)))
             f->nonfinite |= (uint64_t)1 << i;
     return rows;
 }
@@ -8350,7 +8506,7 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
-    if (k.data) {
+    if (k.data || !p->k.pairs) {
         nsa__in_place_product(f, job, it, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
@@ -8373,6 +8529,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
+    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
     if (v.data)
         done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {
@@ -8457,10 +8614,7 @@ static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
         const void *from = nsa__walk_queries(job, it, x, width, r);
-        if (!in_place) {
-            nsa__load(row, x->dtype, from, width);
-            memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
-        }
+        if (!in_place) nsa__widen_rows(o, 1, x, from, row);
         o->tiles->scale(wide, o->scale, in_place ? (const nsa_real *)from : row, row);
     }
     nsa__zero_nonfinite(o, rows, to, nonfinite);
@@ -8472,7 +8626,7 @@ static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, 
     int rows = it->queries * job->plan->group;
     for (int r = 0; r < rows; r++, to += o->stride) {
         const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!nsa__copy_operand(o, to, x->dtype, from)) nonfinite[r] = 1;
+        if (!nsa__copy_operand(o, to, x, from)) nonfinite[r] = 1;
     }
 }
 

@@ -41,7 +41,7 @@ static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *jo
 typedef struct nsa__in_place {
     nsa_real *q_t;       /* (depth, columns): q transposed */
     nsa_real *s_t;       /* (tile, columns): the scores of a tile, transposed */
-    nsa_real *rows;      /* copies of rows that no product can read in place */
+    nsa_real *rows;      /* copies, as reals or pairs, of rows that no product can read in place */
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
@@ -69,7 +69,20 @@ static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *
             f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->k.stride + c];
 }
 
-/* s_t = k q_t for the batch's keys. Before each part of the product its values and the next
+/* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
+static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job *job,
+                                     const nsa_tensor *x, const nsa__operand *o, int begin, int n) {
+    const nsa__matrix rows = {f->rows, o->stride, 1, NULL};
+    for (int i = 0, some; i < n; i += some) {
+        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
+        nsa__widen_rows(o, some, x, nsa__key(job, x, begin + i),
+                        f->rows + (ptrdiff_t)i * o->stride);
+    }
+    return rows;
+}
+
+/* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
+   still in L1 when it is multiplied. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
                                   const nsa__tile_iter *it, const nsa__batch *b,
@@ -80,11 +93,16 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-        const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
-                               keys->rows ? keys->rows + i : NULL};
+        nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        if (!k.data)
+            k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
+        else if (k.rows)
+            k.rows += i;
+        else
+            k.data += i * k.row;
         nsa__product_along(&p->k, some, columns, &k, &q_t, &s_t);
     }
 }
@@ -96,7 +114,7 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
     nsa__matrix rows = {f->rows, o->stride, 1, NULL};
     nsa_real *copy = f->rows;
     for (int i = 0; i < b->present; i++, copy += o->stride)
-        if (!nsa__copy_operand(o, copy, x->dtype, nsa__key(job, x, b->key + i)))
+        if (!nsa__copy_operand(o, copy, x, nsa__key(job, x, b->key + i)))
             f->nonfinite |= (uint64_t)1 << i;
     return rows;
 }
@@ -111,7 +129,7 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
-    if (k.data) {
+    if (k.data || !p->k.pairs) {
         nsa__in_place_product(f, job, it, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
@@ -134,6 +152,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
+    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
     if (v.data)
         done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {

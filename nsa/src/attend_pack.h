@@ -47,9 +47,10 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
             const void *from = nsa__walk_packed(job, o, begin, r);
-            const int present = from ? width : 0;
-            if (from) nsa__load(row, x->dtype, from, width);
-            if (present < wide) memset(row + present, 0, (size_t)(wide - present) * sizeof *row);
+            if (from)
+                nsa__widen_rows(o, 1, x, from, row);
+            else
+                memset(row, 0, (size_t)wide * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
         for (int i = 0; !all_finite && i < NSA__LANES; i++)
@@ -86,7 +87,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
         const void *from = nsa__walk_packed(job, o, begin, r);
         if (!from)
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x->dtype, from))
+        else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
         if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, room, room + wide / 2, wide);
         for (int c = 0; transposed && c < o->depth; c++)

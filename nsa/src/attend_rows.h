@@ -73,10 +73,7 @@ static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
         const void *from = nsa__walk_queries(job, it, x, width, r);
-        if (!in_place) {
-            nsa__load(row, x->dtype, from, width);
-            memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
-        }
+        if (!in_place) nsa__widen_rows(o, 1, x, from, row);
         o->tiles->scale(wide, o->scale, in_place ? (const nsa_real *)from : row, row);
     }
     nsa__zero_nonfinite(o, rows, to, nonfinite);
@@ -88,7 +85,7 @@ static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, 
     int rows = it->queries * job->plan->group;
     for (int r = 0; r < rows; r++, to += o->stride) {
         const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!nsa__copy_operand(o, to, x->dtype, from)) nonfinite[r] = 1;
+        if (!nsa__copy_operand(o, to, x, from)) nonfinite[r] = 1;
     }
 }
 

@@ -16,6 +16,10 @@
 #elif defined(__wasm_simd128__)
 #define NSA__HAS_SIMD128
 #endif
+/* AVX2's processors convert f16, but not all compilers can ask; without it the loop is plain. */
+#if defined(NSA__HAS_AVX) && (defined(__clang__) ? __clang_major__ >= 18 : __GNUC__ >= 11)
+#define NSA__HAS_F16C
+#endif
 /* Products of bf16, for sums in f32. A test defines NSA__BF16_BY_HAND, the name of a file with
    plain code for the one instruction that its machine may lack. */
 #if NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 11)
@@ -52,6 +56,9 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
 #endif
 #ifdef NSA__HAS_AVX
     case NSA_ISA_AVX2:
+#ifdef NSA__HAS_F16C
+        if (!__builtin_cpu_supports("f16c")) return 0;
+#endif
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     case NSA_ISA_AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&

@@ -77,24 +77,27 @@ NSA__INLINE float nsa__from_f16(uint16_t x) {
                                 (~is_subnormal & normal));
 }
 
-/* Exponent and mantissa are rounded as one integer, so that a carry out of the mantissa raises the
-   exponent. 0x477ff000 is 65520, halfway between the largest f16 and 65536. 0x33000000 is 2^-25,
-   half of the smallest subnormal; the tie there goes to 0, which is even. */
+/* The magnitude of an f32 to nearest, ties to even, in a format with `drop` bits less of mantissa
+   and a bias that is smaller by `less`. Exponent and mantissa are rounded as one integer, so that a
+   carry out of the mantissa raises the exponent. A subnormal number is the lower bits of a sum with
+   the number whose last place is the format's smallest step. What is too large for the format is
+   the caller's. No branches, as above. */
+NSA__INLINE uint32_t nsa__round_to(uint32_t magnitude, int drop, uint32_t less) {
+    const uint32_t least = (less + 1) << 23, step = least + ((uint32_t)drop << 23);
+    uint32_t subnormal =
+        nsa__float_bits(nsa__float_from_bits(magnitude) + nsa__float_from_bits(step)) - step;
+    uint32_t normal = magnitude - (less << 23) + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1);
+    uint32_t is_subnormal = 0u - (uint32_t)(magnitude < least);
+    return (is_subnormal & subnormal) | (~is_subnormal & normal >> drop);
+}
+
+/* 0x477ff000 is 65520, halfway between the largest f16 and 65536. */
 NSA__INLINE uint16_t nsa__to_f16(float x) {
-    uint32_t bits = nsa__float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or beyond */
-    if (magnitude < 0x33000000u) return (uint16_t)sign; /* below half a subnormal step */
-    int shift = 13;
-    uint32_t mantissa = magnitude - (112u << 23);
-    if (magnitude < 0x38800000u) { /* subnormal: count in units of 2^-24 */
-        shift = 126 - (int)(magnitude >> 23);
-        mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-    }
-    uint32_t half = 1u << (shift - 1), rest = mantissa & ((1u << shift) - 1);
-    uint32_t rounded = mantissa >> shift;
-    if (rest > half || (rest == half && (rounded & 1))) rounded++;
-    return (uint16_t)(sign | rounded);
+    uint32_t bits = nsa__float_bits(x), magnitude = bits & 0x7fffffffu;
+    uint32_t rounded = nsa__round_to(magnitude, 13, 112);
+    if (magnitude >= 0x477ff000u) rounded = 0x7c00u; /* rounds to 65536 or beyond */
+    if (magnitude > 0x7f800000u) rounded = 0x7e00u;
+    return (uint16_t)((bits >> 16 & 0x8000u) | rounded);
 }
 
 NSA_API float nsa_bf16_to_f32(uint16_t x) {
@@ -162,7 +165,8 @@ static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
 
-NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+/* Loads a row's numbers as reals. */
+NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     const uint16_t *half = (const uint16_t *)row;
     switch (dtype) {
     case NSA_F32:
@@ -180,6 +184,10 @@ NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *r
     case NSA_I32:
         break;
     }
+}
+
+NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+    nsa__widen(to, dtype, row, n);
 }
 
 /* f64 reaches bf16 and f16 through f32, so it is rounded twice there. */

@@ -105,10 +105,19 @@ static int nsa__is_operand(const nsa__operand *o, const nsa_tensor *x) {
     return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
 }
 
-/* Copies a row, with zeros behind it. One that is not finite becomes zeros: then 0 is returned. */
-static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, nsa_dtype dtype,
+/* Copies rows of x from `row` on as reals, with zeros behind each. */
+static void nsa__widen_rows(const nsa__operand *o, int rows, const nsa_tensor *x, const void *row,
+                            nsa_real *to) {
+    const size_t behind = (size_t)(o->wide - o->width) * sizeof *to;
+    for (int r = 0; behind && r < rows; r++)
+        memset(to + (ptrdiff_t)r * o->stride + o->width, 0, behind);
+    o->tiles->widen(rows, o->width, x, row, o->stride, to);
+}
+
+/* Copies a row of the format. One that is not finite becomes zeros: then 0 is returned. */
+static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
                              const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
-    memset(to + o->width, 0, (size_t)(o->wide - o->width) * sizeof *to);
-    return nsa__load_finite(to, dtype, from, o->width);
+    nsa__widen_rows(o, 1, x, from, to);
+    return nsa__clear_nonfinite(to, o->width);
 }

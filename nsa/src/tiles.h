@@ -71,6 +71,9 @@ typedef struct nsa__tiles {
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* n numbers of each of the rows of x from `row` on as reals; rows of `to` are ld apart */
+    void (*widen)(int rows, int n, const nsa_tensor *x, const void *row, ptrdiff_t ld,
+                  nsa_real *to);
     /* to = factor x, for n numbers, a multiple of 16 */
     void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
     /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
@@ -118,7 +121,7 @@ typedef struct nsa__pairs {
    empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
    b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
    <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
-   is 0 if e is -inf, even of NaN. */
+   is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
 #define NSA__ROWS    4
@@ -141,6 +144,7 @@ typedef struct nsa__pairs {
 #define NSA__VECTORS             4
 #define NSA__TARGET              NSA__COMPILED
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+w"(x))
+#define NSA__OF_F16(x, halves)   __asm__("fcvtl %0.4s, %1.4h" : "=w"(x) : "w"(halves))
 #elif defined(NSA__HAS_SIMD128)
 #define NSA__ISA                 simd128
 #define NSA__BYTES               16
@@ -170,6 +174,9 @@ typedef struct nsa__pairs {
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
 #define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
+#ifdef NSA__HAS_F16C
+#define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
+#endif
 #include "tiles.inl"
 
 #define NSA__ISA     avx512
@@ -182,7 +189,8 @@ typedef struct nsa__pairs {
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
 #define NSA__NEAREST(e, x) \
     __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
-#define NSA__SCALEF(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#define NSA__SCALEF(p, e)      __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=v"(x) : "vm"(halves))
 #include "tiles.inl"
 #endif
 

@@ -23,9 +23,7 @@ typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
-#if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
-#endif
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
 #define NSA__L                   1
 typedef nsa_real NSA__T(vec);
@@ -565,6 +563,27 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
+                                      ptrdiff_t ld, nsa_real *to) {
+    const nsa_dtype dtype = x->dtype;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const char *from = (const char *)row;
+    for (int r = 0; r < rows; r++, to += ld) {
+        int j = 0;
+        if (r) from += apart; /* of one row it may be anything */
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+        for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(halves) numbers;
+            NSA__V reals;
+            memcpy(&numbers, from + j * bytes, sizeof numbers);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals;
+        }
+#endif
+        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+    }
+}
+
 NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
@@ -640,9 +659,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
+                                         NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -663,6 +683,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
+#undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
