@@ -577,10 +577,10 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
    the mean over those of its tokens that t sees. desc.scale is not used. A list serves one kv head:
    ask with kv_heads 1 for one list that all heads share. A block with a key that is not finite
    ranks last; a query with such a value has scores of 0. The lists have no gradient.
-   With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for tokens
-   [i stride, (i + 1) stride), and t sees it if all of them lie at or before t. The rows of k are
-   then those of compressed blocks with cmp_block = cmp_stride = stride. A block none of whose keys
-   t sees has the score -inf; NSA_FORCED_TAIL keeps it out of the list, or takes it besides. */
+   With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for those from
+   i stride on, and t sees it if all of them lie at or before t. Rows of k are those of compressed
+   blocks with cmp_block = cmp_stride = stride. A block of which t sees no key has the score -inf;
+   NSA_FORCED_TAIL keeps it out, or takes it besides. Few queries need no workspace for keys. */
 typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
 typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
 typedef struct nsa_score {
@@ -7466,6 +7466,8 @@ enum {
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
+    /* scores of few queries: tiles of a task; see bench/NOTES.md */
+    NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
     NSA__PIECE_ROWS = 6,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
@@ -8472,7 +8474,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
+        if (p->x->v.data) nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
@@ -8566,26 +8568,26 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
 }
 
 /* Makes heads of a sequence, from `head` on, those of the jobs, one a head slot, and packs their
-   keys. The head jobs are neighbours in `jobs`. */
+   keys, if they are not read in place. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
     int heads = (int)nsa__min(p->cut.head_slots, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
+    if (jobs->in_place) return;
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }
 
-/* Packs the keys of a few heads of a sequence, then calls `work` for them: for every sequence and
-   all heads, but for those that read in place. Packing and work are two parallel loops, because a
-   task reads tiles that other threads have packed. */
-static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
+/* Packs the keys of a few heads of a sequence, then calls `work` for them: for all heads of every
+   sequence with more than `few` queries. Packing and work are two parallel loops, because a task
+   reads tiles that other threads have packed. */
+static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         const nsa__seq part = nsa__seq_part(p, seq, 0);
-        for (int head = 0; part.count > p->cut.in_place_max && head < p->heads;
-             head += jobs->heads) {
+        for (int head = 0; part.count > few && head < p->heads; head += jobs->heads) {
             nsa__pack_heads(jobs, team, &part, head);
             work(jobs, team);
         }
@@ -9054,7 +9056,7 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
         if (p->options.select) nsa__fill_stencil(&jobs[i]);
     }
     nsa__forward_in_place(jobs, in_place, &team);
-    nsa__each_heads(jobs, &team, nsa__forward_heads);
+    nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;
 }
 
@@ -9452,7 +9454,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__backward_layout(jobs, p, &shared);
-    nsa__each_heads(jobs, &team, nsa__backward_heads);
+    nsa__each_heads(jobs, &team, 0, nsa__backward_heads);
     return NSA_OK;
 }
 
@@ -9884,7 +9886,7 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     nsa__select_layout(jobs, &p, &shared);
     for (int i = 0; i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
-    nsa__each_heads(jobs, &team, nsa__select_heads);
+    nsa__each_heads(jobs, &team, 0, nsa__select_heads);
     return NSA_OK;
 }
 
@@ -9914,32 +9916,49 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
    score of block j is the maximum or the mean of of_key[i] over those i of the block that t sees.
    Tasks iterate over keys as dense attention does, tile by tile; over keys of several tokens as cmp
    does. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
-   score is pooled part by part. */
+   score is pooled part by part, in the order of its keys. A task has some queries and all tiles. A
+   sequence of few queries would be one such a head. There a task has all queries and some tiles,
+   which it reads in place and which end where a block does. */
 
 /* Scratch of a task. */
 typedef struct nsa__scorer {
     nsa__tile_iter iter;
     nsa_real *q;              /* of every row, not scaled */
-    nsa_real *s;              /* of every row: q . k for the keys of the tile at hand */
+    nsa_real *weights;        /* of every row, or 1 */
+    nsa_real *s;              /* of every row of a batch: q . k for the keys of the tile at hand */
     nsa_real *scores;         /* of every query and selection block, pooled so far */
-    int64_t stride;           /* of a query's scores */
     unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
+    nsa__in_place in_place;
 } nsa__scorer;
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
     nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
+    nsa_real *scores; /* in place: of the one job at hand, whose tasks share them */
 } nsa__scorer_jobs;
+
+/* Numbers from one query's scores to the next one's. */
+static int64_t nsa__scorer_stride(const nsa_desc *d) {
+    return nsa__ceil_div(nsa_slc_count(d, d->tokens), NSA__LANES) * NSA__LANES;
+}
+
+/* Queries of the job whose scores are shared: none if no sequence has few. */
+static int64_t nsa__scorer_shared(const nsa__attend_plan *p) {
+    const int few = p->cut.in_place_max, ragged = p->d->counts || p->d->begins;
+    return ragged || p->d->count <= few ? nsa__min(p->d->count, few) : 0;
+}
 
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
     f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->weights = nsa__alloc_reals(a, rows);
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
-    f->scores = nsa__alloc_reals(a, p->cut.task_queries * f->stride);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    nsa__in_place_alloc(&f->in_place, p, a);
+    if (p->d->count > p->cut.in_place_max)
+        f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
 }
 
 /* One head's part of n keys: of_key[i] += weight act(s[i]). */
@@ -9971,29 +9990,43 @@ static int nsa__scorer_block(const nsa_desc *d) {
     return d->slc_block / d->cmp_stride;
 }
 
-/* One query and tile: adds up the heads' scores of keys, then pools them block by block, up to the
+/* Query i of a batch: adds up the heads' scores of keys, then pools them block by block, up to the
    last key that the query sees. */
-static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                             int a, int tile) {
+static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job,
+                                  const nsa_score *x, const nsa__batch *b, int i,
+                                  uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int query = f->iter.first + a, begin = tile * p->cut.tile, block = nsa__scorer_block(p->d);
-    int end = (int)nsa__min(begin + (int64_t)p->cut.tile, nsa__span_end(job, query));
+    const int a = b->query[i], block = nsa__scorer_block(p->d), n = b->end - b->begin;
+    const int end = (int)nsa__min(b->key + (int64_t)n, nsa__span_end(job, f->iter.first + a));
     nsa_real of_key[NSA__TILE] = {0};
-    for (int g = 0; g < p->group; g++) {
-        nsa_real weight = 1;
-        int row = a * p->group + g;
-        if (x->weights.data)
-            nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
-                      1);
-        nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
-                             x->act);
-    }
-    for (int key = begin; key < end;) {
+    for (int g = 0; g < p->group; g++)
+        nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)(i * p->group + g) * p->cut.tile, n,
+                             f->weights[a * p->group + g], x->act);
+    for (int key = b->key; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
-        nsa__scorer_pool(f->scores + a * f->stride + j, of_key, key - begin, until - begin,
-                         job->nonfinite[tile], x->pool);
+        nsa__scorer_pool(f->scores + a * nsa__scorer_stride(p->d) + j, of_key, key - b->key,
+                         until - b->key, nonfinite, x->pool);
         key = until;
     }
+}
+
+/* One product for all rows of a batch; then each of its queries pools what it sees. */
+static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                              const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    const int tile = p->cut.tile;
+    uint64_t nonfinite;
+    if (job->in_place) {
+        nsa__in_place_scores(&f->in_place, job, &f->iter, b, tile, f->s);
+        nonfinite = f->in_place.nonfinite;
+    } else {
+        const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
+        const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), tile, 1, NULL};
+        const nsa__result products = nsa__result_at(f->s, tile, 0);
+        nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
+        nonfinite = job->nonfinite[f->iter.tile] >> b->begin;
+    }
+    for (int i = 0; i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
 }
 
 /* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
@@ -10005,7 +10038,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
     int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
     int n = nsa__slc_candidates(d, job->seq.tokens, query);
     int64_t row = job->seq.row + query - job->seq.first;
-    nsa_real *scores = f->scores + a * f->stride;
+    nsa_real *scores = f->scores + a * nsa__scorer_stride(d);
     for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
     if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
     for (int j = 0; j < n; j++) {
@@ -10021,8 +10054,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
               (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
 }
 
-/* Loads the rows of q, marks rows whose weight is not finite, and starts the pools: 0 for a sum,
-   the lowest number for a maximum. */
+/* Loads the rows of q and their weights, and marks rows that are not finite. */
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
@@ -10030,42 +10062,87 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
     nsa__load_queries(job, &f->iter, &x->q, &p->k, f->q, f->nonfinite);
-    for (int r = 0; x->weights.data && r < rows; r++) {
-        nsa_real weight;
-        nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
-        if (!nsa__is_finite((double)weight)) f->nonfinite[r] = 1;
+    for (int r = 0; r < rows; r++) {
+        nsa_real *weight = &f->weights[r];
+        *weight = 1;
+        if (x->weights.data)
+            nsa__load(weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
+        if (!nsa__is_finite((double)*weight)) f->nonfinite[r] = 1;
     }
-    for (int a = 0; a < f->iter.queries; a++)
-        for (int j = 0; j < f->stride; j++)
-            f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
 }
 
-/* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
-   each query pools what it sees of the tile. */
+/* Tiles of a task in place: about NSA__SCORED_TILES, as whole blocks too. */
+static int64_t nsa__scorer_task_tiles(const nsa__attend_plan *p) {
+    const int64_t block = nsa__scorer_block(p->d);
+    const int64_t least = block / nsa__min(p->cut.tile, block & -block);
+    return nsa__ceil_div(NSA__SCORED_TILES, least) * least;
+}
+
+/* All tiles up to the last query's of tiles `begin` .. end - 1. Pools start at 0 for a sum, at the
+   lowest number for a maximum. */
+static void nsa__scorer_pool_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                                   int64_t begin, int64_t tiles) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t stride = nsa__scorer_stride(p->d), block = nsa__scorer_block(p->d);
+    const int64_t from = begin * p->cut.tile / block;
+    const int64_t to = nsa__min(stride, nsa__ceil_div((begin + tiles) * p->cut.tile, block));
+    for (int a = 0; a < f->iter.queries; a++)
+        for (int64_t j = from; j < to; j++)
+            f->scores[a * stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
+    f->iter.tile = (int)begin - 1;
+    f->iter.tile_end = (int)nsa__min(f->iter.tile_end, begin + tiles);
+    while (nsa__tile_iter_next(&f->iter, job)) {
+        const nsa__batch b = nsa__batch_at(&f->iter, job, 0);
+        nsa__scorer_batch(f, job, x, &b);
+    }
+}
+
+/* The scratch of a task, and where its scores are. */
+static const nsa__head_job *nsa__scorer_make(nsa__scorer *f, const void *context, int64_t *nth,
+                                             void *scratch) {
+    const nsa__scorer_jobs *jobs = (const nsa__scorer_jobs *)context;
+    const nsa__head_job *job = nsa__job_of(context, nth);
+    const nsa__attend_plan *p = job->plan;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__scorer_alloc(f, p, &a);
+    if (job->in_place) f->scores = jobs->scores;
+    nsa__scorer_begin(f, job, jobs->x, job->in_place ? 0 : *nth);
+    return job;
+}
+
+/* Some queries of a head, through all of their tiles, to their lists. */
 static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
-    const nsa__head_job *job = nsa__job_of(context, &nth);
-    const nsa__attend_plan *p = job->plan;
     nsa__scorer f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__scorer_alloc(&f, p, &a);
-    nsa__scorer_begin(&f, job, x, nth);
-    const nsa__matrix q = {f.q, p->k.wide, 1, NULL};
-    const nsa__result products = nsa__result_at(f.s, p->cut.tile, 0);
-    for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
-                                 1, NULL};
-        nsa__product_along(&p->k, f.iter.queries * p->group, p->cut.tile, &q, &k_t, &products);
-        for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
-    }
+    const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
+    nsa__scorer_pool_tiles(&f, job, x, 0, f.iter.tile_end);
     for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
 }
 
-static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
+/* In place: some tiles of a head, for all queries. */
+static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratch) {
+    nsa__scorer f;
+    const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
+    const int64_t tiles = nsa__scorer_task_tiles(job->plan);
+    nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
+    nsa__scorer_pool_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
+}
+
+/* In place: a query, when all tiles are done. */
+static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch) {
+    nsa__scorer f;
+    const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
+    nsa__scorer_end(&f, job, ((const nsa__scorer_jobs *)context)->x, (int)nth);
+}
+
+/* Returns the scores that tasks share. */
+static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                    nsa__arena *shared) {
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
-        nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
     }
+    return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }
 
 /* Keys are tokens, or compressed blocks of several. */
@@ -10078,6 +10155,7 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d)
     nsa__attend_plan p =
         nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
     p.k.scale = 1;
+    p.cut.in_place_max = p.cut.batch_queries;
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -10088,8 +10166,23 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d)
     return p;
 }
 
+/* In place one head after another, because the threads share its keys. */
 static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
+    const nsa__attend_plan *p = jobs->plan;
+    nsa__scorer_jobs one = *(const nsa__scorer_jobs *)(const void *)jobs;
+    nsa__team fewer = *team;
+    if (!jobs->in_place) {
+        nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
+        return;
+    }
+    const int64_t queries = jobs->seq.count, tiles = nsa__scorer_task_tiles(p);
+    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys);
+    for (int i = 0; i < jobs->heads; i++) {
+        one.keys[0] = jobs[i];
+        one.keys[0].heads = 1;
+        nsa__run(&fewer, nsa__ceil_div(jobs->tile_end, tiles), nsa__scorer_keys_task, &one);
+        nsa__run(&fewer, queries, nsa__scorer_end_task, &one);
+    }
 }
 
 NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
@@ -10134,8 +10227,8 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
-    nsa__scorer_layout(jobs.keys, &p, &shared);
-    nsa__each_heads(jobs.keys, &team, nsa__scorer_heads);
+    jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
+    nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
     return NSA_OK;
 }
 

@@ -274,6 +274,144 @@ static void test_bad_value(int input, double value) {
     guards_free();
 }
 
+/* ---- Few queries, whose keys are read in place ---- */
+
+/* The last queries of one sequence, and what a call over them has written. */
+typedef struct few {
+    nsa_desc d;
+    nsa_score x;
+    int rows; /* of K */
+    void *q, *k, *weights, *paged;
+    int32_t *table;
+} few;
+
+static void *few_rows(nsa_dtype dtype, size_t n, uint64_t seed, int bad) {
+    char *rows = (char *)check_alloc(n * dtype_size(dtype));
+    double *x = random_numbers(seed, n, dtype);
+    static const double not_finite[] = {NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < bad; i++)
+        x[check_hash(seed, (uint64_t)i) % n] = not_finite[check_below(3, seed, (uint64_t)i + 40)];
+    for (size_t i = 0; i < n; i++) element_put(dtype, rows + i * dtype_size(dtype), x[i]);
+    free(x);
+    return rows;
+}
+
+/* The rows of K once more, in pages in an order of chance. */
+static void few_pages(few *f, int page, uint64_t seed) {
+    const int rows = page / f->d.cmp_stride, pages = (f->d.tokens + page - 1) / page;
+    const size_t row = (size_t)(f->d.kv_heads * f->d.dim) * dtype_size(f->x.k.dtype);
+    f->paged = check_alloc((size_t)(pages * rows) * row);
+    f->table = (int32_t *)check_alloc((size_t)pages * sizeof *f->table);
+    for (int i = 0; i < pages; i++) f->table[i] = i;
+    for (int i = pages - 1; i > 0; i--) {
+        int j = check_below(i + 1, seed, (uint64_t)i), swap = f->table[i];
+        f->table[i] = f->table[j], f->table[j] = swap;
+    }
+    for (int r = 0; r < f->rows; r++)
+        memcpy((char *)f->paged + (size_t)(f->table[r / rows] * rows + r % rows) * row,
+               (char *)f->k + (size_t)r * row, row);
+    f->d.page_tokens = page, f->d.page_count = f->d.table_width = pages;
+}
+
+/* Shapes by chance: groups of up to 64 heads, blocks from a token to more than any task has. */
+static void few_make(few *f, int nth, uint64_t seed) {
+    static const int groups[] = {1, 2, 5, 16, 64}, blocks[] = {1, 3, 16, 48, 64, 100, 4100};
+    const int group = groups[nth % 5], lists = 1 + nth % 2, stride = nth % 3 ? 1 : 4;
+    const int many = 64 / group + 1 + nth % 3, dim = nth % 4 ? 8 * (1 + nth % 5) : 7;
+    const int tokens = nth % 2 ? 4000 + check_below(900, seed, 1) : 70 + check_below(99, seed, 1);
+    const nsa_dtype dtype = dtypes[nth % COUNT(dtypes)];
+    memset(f, 0, sizeof *f);
+    nsa_desc *d = &f->d;
+    *d = nsa_desc_default(1, tokens, group * lists, nth % 4 == 1 ? 1 : lists, dim);
+    d->list_heads = lists;
+    d->cmp_block = d->cmp_stride = stride;
+    d->slc_block = blocks[check_below(7, seed, 2)] * stride;
+    d->slc_count = 9, d->slc_init = nth % 2, d->slc_local = 1, d->forced = NSA_FORCED_TAIL;
+    d->mask = nth % 7 == 6 ? NSA_MASK_NONE : NSA_MASK_CAUSAL;
+    d->first = tokens - many, d->count = many, d->threads = 1;
+    f->rows = tokens / stride;
+    const size_t of_q = (size_t)(d->heads * dim), of_k = (size_t)(d->kv_heads * dim);
+    f->q = few_rows(dtype, of_q * (size_t)many, seed + 1, nth % 4 == 0);
+    f->k = few_rows(dtype, of_k * (size_t)f->rows, seed + 2, nth % 3 == 0 ? 3 : 0);
+    f->weights = few_rows(dtype, (size_t)(d->heads * many), seed + 3, nth % 5 == 0);
+    f->x.act = nth % 2 ? NSA_SCORE_RELU : NSA_SCORE_LINEAR;
+    f->x.pool = nth / 2 % 2 ? NSA_POOL_MEAN : NSA_POOL_MAX;
+    f->x.stride = stride;
+    f->x.q = nsa_tensor_bthd(f->q, dtype, many, d->heads, dim);
+    f->x.k = nsa_tensor_bthd(f->k, dtype, f->rows, d->kv_heads, dim);
+    if (nth % 3) f->x.weights = nsa_tensor_bthd(f->weights, dtype, many, d->heads, 1);
+    few_pages(f, 16 * (1 + nth % 4), seed + 4);
+}
+
+static void few_free(few *f) {
+    free(f->q), free(f->k), free(f->weights), free(f->paged), free(f->table);
+}
+
+/* Scores, then lists, of queries `from` .. from + count - 1 of those that there are. */
+static unsigned char *few_call(const few *f, int from, int count, int pages, int threads) {
+    nsa_desc d = f->d;
+    nsa_score x = f->x;
+    const int lists = list_heads_of(&d), J = nsa_slc_count(&d, d.tokens);
+    const int width = nsa_block_list_width(&d);
+    const size_t scores = (size_t)(count * lists * J) * sizeof(nsa_real);
+    unsigned char *out =
+        (unsigned char *)check_alloc(scores + (size_t)(count * lists * width) * sizeof(int32_t));
+    d.first += from, d.count = count, d.threads = threads;
+    if (pages) d.pages = f->table, x.k.data = f->paged;
+    if (pages) x.k.batch = d.page_tokens / d.cmp_stride * x.k.token;
+    x.q = nsa_tensor_bthd((char *)f->q + (size_t)(from * d.heads * d.dim) * dtype_size(x.q.dtype),
+                          x.q.dtype, count, d.heads, d.dim);
+    if (x.weights.data)
+        x.weights =
+            nsa_tensor_bthd((char *)f->weights + (size_t)(from * d.heads) * dtype_size(x.q.dtype),
+                            x.q.dtype, count, d.heads, 1);
+    x.scores = nsa_tensor_bthd(out, NSA_REAL_DTYPE, count, lists, J);
+    x.blocks = nsa_tensor_bthd(out + scores, NSA_I32, count, lists, width);
+    const size_t bytes = nsa_score_blocks_workspace_size(&d);
+    nsa_desc all = d;
+    all.first = f->d.first, all.count = f->d.count;
+    CHECK(bytes <= nsa_score_blocks_workspace_size(&all), "few queries want more workspace");
+    void *work = check_alloc(bytes);
+    memset(work, CHECK_POISON, bytes);
+    nsa_status status = nsa_score_blocks(&x, &d, work, bytes);
+    CHECK_OK("few queries", status);
+    free(work);
+    return out;
+}
+
+/* Scores and lists of few queries, read in place in tasks of some keys, have the bits of the same
+   queries among as many as K is packed for; in pages too, and by any number of threads. */
+static void test_in_place(int nth, uint64_t seed) {
+    few f;
+    few_make(&f, nth, seed);
+    const int lists = list_heads_of(&f.d), J = nsa_slc_count(&f.d, f.d.tokens), many = f.d.count;
+    const size_t score = (size_t)(lists * J) * sizeof(nsa_real);
+    const size_t list = (size_t)(lists * nsa_block_list_width(&f.d)) * sizeof(int32_t);
+    for (int i = 0; i < COUNT(isas); i++) {
+        if (!nsa_isa_available(isas[i])) continue;
+        f.d.isa = isas[i];
+        unsigned char *want = few_call(&f, 0, many, 0, 2);
+        for (int part = 0; part < 4; part++) {
+            const int most = 64 / (f.d.heads / lists);
+            const int count = part % 2 ? 1 : 1 + check_below(most, seed + 5, (uint64_t)part);
+            const int from = part ? check_below(many - count + 1, seed + 6, (uint64_t)part) : 0;
+            const int threads = 1 + (nth + 3 * part + i) % 8;
+            unsigned char *got = few_call(&f, from, count, part & 1, threads);
+            check_case("%d/%d x %d, %d tokens in blocks of %d, stride %d, isa %s, queries %d + %d, "
+                       "%d threads",
+                       f.d.heads, f.d.kv_heads, f.d.dim, f.d.tokens, f.d.slc_block, f.d.cmp_stride,
+                       nsa_isa_name(f.d.isa), from, count, threads);
+            CHECK_BITS("scores in place", got, want + (size_t)from * score, (size_t)count * score,
+                       sizeof(nsa_real));
+            CHECK_BITS("lists in place", got + (size_t)count * score,
+                       want + (size_t)many * score + (size_t)from * list, (size_t)count * list, 4);
+            free(got);
+        }
+        free(want);
+    }
+    few_free(&f);
+}
+
 static nsa_status call_score(void *arguments) {
     suite_call *c = (suite_call *)arguments;
     return call_suite_forward(c);
@@ -330,6 +468,8 @@ int main(int argc, char **argv) {
         test_bad_value(SLOT_K, bad[i]);
         test_bad_value(SLOT_WEIGHTS, bad[i]);
     }
+    for (int i = 0; i < (CHECKS_CUDA ? 0 : least ? 4 : 21); i++)
+        test_in_place(i, 300 + 10 * (uint64_t)i);
     nsa_desc d = desc_of(shape(score_cases[0].shape));
     suite s = suite_of(&score_cases[0], &d);
     s.unused = UNUSED_CMP;

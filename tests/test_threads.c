@@ -331,7 +331,7 @@ static __attribute__((unused)) void test_stalled(int threads, int task) {
     nsa__backward_layout(jobs, &plan, &shared);
     memset(&stalled, 0, sizeof stalled);
     stalled.task = task;
-    nsa__each_heads(jobs, &team, stalled_backward);
+    nsa__each_heads(jobs, &team, 0, stalled_backward);
     CHECK(!stalled.held, "the stalled task has run by itself");
     CHECK(stalled.done > 0, "nothing was done meanwhile");
     s = run_all(&alone, 1);

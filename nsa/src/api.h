@@ -576,10 +576,10 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
    the mean over those of its tokens that t sees. desc.scale is not used. A list serves one kv head:
    ask with kv_heads 1 for one list that all heads share. A block with a key that is not finite
    ranks last; a query with such a value has scores of 0. The lists have no gradient.
-   With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for tokens
-   [i stride, (i + 1) stride), and t sees it if all of them lie at or before t. The rows of k are
-   then those of compressed blocks with cmp_block = cmp_stride = stride. A block none of whose keys
-   t sees has the score -inf; NSA_FORCED_TAIL keeps it out of the list, or takes it besides. */
+   With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for those from
+   i stride on, and t sees it if all of them lie at or before t. Rows of k are those of compressed
+   blocks with cmp_block = cmp_stride = stride. A block of which t sees no key has the score -inf;
+   NSA_FORCED_TAIL keeps it out, or takes it besides. Few queries need no workspace for keys. */
 typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
 typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
 typedef struct nsa_score {

@@ -394,6 +394,6 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__backward_layout(jobs, p, &shared);
-    nsa__each_heads(jobs, &team, nsa__backward_heads);
+    nsa__each_heads(jobs, &team, 0, nsa__backward_heads);
     return NSA_OK;
 }

@@ -277,6 +277,6 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
         if (p->options.select) nsa__fill_stencil(&jobs[i]);
     }
     nsa__forward_in_place(jobs, in_place, &team);
-    nsa__each_heads(jobs, &team, nsa__forward_heads);
+    nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;
 }

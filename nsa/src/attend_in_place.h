@@ -95,7 +95,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
+        if (p->x->v.data) nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);

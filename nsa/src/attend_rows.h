@@ -25,26 +25,26 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
 }
 
 /* Makes heads of a sequence, from `head` on, those of the jobs, one a head slot, and packs their
-   keys. The head jobs are neighbours in `jobs`. */
+   keys, if they are not read in place. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
     int heads = (int)nsa__min(p->cut.head_slots, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
+    if (jobs->in_place) return;
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }
 
-/* Packs the keys of a few heads of a sequence, then calls `work` for them: for every sequence and
-   all heads, but for those that read in place. Packing and work are two parallel loops, because a
-   task reads tiles that other threads have packed. */
-static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
+/* Packs the keys of a few heads of a sequence, then calls `work` for them: for all heads of every
+   sequence with more than `few` queries. Packing and work are two parallel loops, because a task
+   reads tiles that other threads have packed. */
+static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         const nsa__seq part = nsa__seq_part(p, seq, 0);
-        for (int head = 0; part.count > p->cut.in_place_max && head < p->heads;
-             head += jobs->heads) {
+        for (int head = 0; part.count > few && head < p->heads; head += jobs->heads) {
             nsa__pack_heads(jobs, team, &part, head);
             work(jobs, team);
         }

@@ -45,6 +45,8 @@ enum {
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
+    /* scores of few queries: tiles of a task; see bench/NOTES.md */
+    NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
     NSA__PIECE_ROWS = 6,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */

@@ -148,7 +148,7 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     nsa__select_layout(jobs, &p, &shared);
     for (int i = 0; i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
-    nsa__each_heads(jobs, &team, nsa__select_heads);
+    nsa__each_heads(jobs, &team, 0, nsa__select_heads);
     return NSA_OK;
 }
 
