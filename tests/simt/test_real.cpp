@@ -1,5 +1,5 @@
-/* test_real.cpp: kernels beside an nsa.h whose own numbers are double: sums, lse and the gradients of
-   lse are f32 on CUDA whatever NSA_REAL is, and f64 is refused by name.
+/* test_real.cpp: kernels beside an nsa.h whose own numbers are double: sums, lse and the gradients
+   of lse are f32 on CUDA whatever NSA_REAL is, and f64 is refused by name.
    Twin: the tests of the CPU with NSA_REAL=double. Not here: results; merge stands for all, because
    one table says which views are lse (nsa/src/views.h). */
 #define NSA_REAL double
