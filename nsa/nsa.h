@@ -2226,10 +2226,10 @@ NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads
 
 /* Limits leave room for sums in int: rows of a query are rounded up to whole vectors, and the width
    of a list is slc_count + slc_init + slc_local. */
-static nsa_status nsa__check_sizes(const nsa_desc *d) {
+static nsa_status nsa__check_ranges(const nsa_desc *d) {
     const struct {
         int value, least, most, field;
-    } sizes[] = {
+    } ranges[] = {
         {d->batch, 1, INT_MAX, NSA__AT_batch},
         {d->tokens, 0, INT_MAX, NSA__AT_tokens},
         {d->heads, 1, INT_MAX / 2, NSA__AT_heads},
@@ -2250,24 +2250,20 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
         {d->pages ? d->table_width : 0, 0, INT_MAX, NSA__AT_table_width},
         {d->pages ? d->page_tokens : 1, 1, INT_MAX, NSA__AT_page_tokens},
         {d->pages ? d->page_count : 0, 0, INT_MAX, NSA__AT_page_count},
+        {(int)d->forced, 0, NSA_FORCED_TAIL, NSA__AT_forced}, /* options from here on */
+        {(int)d->score_map, 0, NSA_SCORE_OVERLAP_MAX, NSA__AT_score_map},
+        {(int)d->window_rule, 0, NSA_WINDOW_BEFORE_SELF, NSA__AT_window_rule},
+        {(int)d->mask, 0, NSA_MASK_NONE, NSA__AT_mask},
+        {(int)d->gate, 0, NSA_GATE_NONE, NSA__AT_gate},
+        {(int)d->products, 0, NSA_PRODUCTS_F32, NSA__AT_products},
+        {(int)d->isa, 0, NSA_ISA_NEON_BF16, NSA__AT_isa},
     };
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].value < sizes[i].least || sizes[i].value > sizes[i].most)
-            return nsa__error(NSA_ERROR_SIZE, sizes[i].field);
-    return NSA_OK;
-}
-
-static nsa_status nsa__check_options(const nsa_desc *d) {
-    if ((unsigned)d->forced > NSA_FORCED_TAIL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
-    if ((unsigned)d->score_map > NSA_SCORE_OVERLAP_MAX)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
-    if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
-    if ((unsigned)d->mask > NSA_MASK_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
-    if ((unsigned)d->products > NSA_PRODUCTS_F32)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_products);
-    if ((unsigned)d->isa > NSA_ISA_NEON_BF16) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
+    int kind = NSA_ERROR_SIZE;
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+        if (ranges[i].field == NSA__AT_forced) kind = NSA_ERROR_OPTION;
+        if (ranges[i].value < ranges[i].least || ranges[i].value > ranges[i].most)
+            return nsa__error(kind, ranges[i].field);
+    }
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
     /* it must be finite as a float too */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
@@ -2344,8 +2340,7 @@ static nsa_status nsa__check_ragged(const nsa_desc *d, nsa_page_fault *fault) {
    nsa_desc_check. */
 static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
-    NSA__CHECK(nsa__check_sizes(d));
-    NSA__CHECK(nsa__check_options(d));
+    NSA__CHECK(nsa__check_ranges(d));
     if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
     if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);
@@ -8019,8 +8014,10 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
-   each query at at[i] and moves that on. */
-static void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at, int fill) {
+   each query at at[i] and moves that on. Inlined with a constant `fill`, so that the innermost loop
+   has no test of it. */
+NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
+                                     int fill) {
     const nsa__attend_plan *p = job->plan;
     const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
@@ -10477,7 +10474,6 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
 /* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
    backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    NSA__CHECK(nsa__attention_check_sizes(x, d));
     const nsa__checked phi = nsa__checked_of(d, forward, 0);
     nsa__chain c = nsa__chain_of(x);
     NSA__CHECK(nsa__check_phi(&phi, &x->k_cmp, NSA__TO_K_CMP));
@@ -10532,6 +10528,7 @@ NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, cons
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
                                          size_t bytes) {
     nsa__chain_plan p;
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
     NSA__CHECK(nsa__attention_check(x, d, 1));
     nsa__chain_plan_make(&p, x, d);
     /* The largest of the parts' least needs, so that no part fails after another has written. */
@@ -10822,6 +10819,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
 NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
                                           const nsa_desc *d, void *workspace, size_t bytes) {
     nsa__chain_gradient g;
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
     NSA__CHECK(nsa__attention_check(x, d, 0));
     NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
@@ -11148,16 +11146,8 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
                                           int count) {
     nsa_desc d = cache->desc;
     d.count = (int)nsa__min(count, d.tokens);
-    nsa_attention all = nsa__decode_views(x, cache, 0, 0);
-    nsa__chain c = nsa__chain_of(&all);
-    const nsa__checked phi = nsa__checked_of(&d, 1, 0);
-    NSA__CHECK(nsa__check_phi(&phi, &all.k_cmp, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__check_phi(&phi, &all.v_cmp, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, nsa__chain_win));
-    NSA__CHECK(nsa__select_check(&c.select, &d, nsa__chain_select));
-    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, nsa__chain_gate));
+    const nsa_attention all = nsa__decode_views(x, cache, 0, 0);
+    NSA__CHECK(nsa__attention_check(&all, &d, 1));
     return nsa__check_inputs(&nsa__cpu, x, &d);
 }
 

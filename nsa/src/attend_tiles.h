@@ -96,8 +96,10 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
-   each query at at[i] and moves that on. */
-static void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at, int fill) {
+   each query at at[i] and moves that on. Inlined with a constant `fill`, so that the innermost loop
+   has no test of it. */
+NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
+                                     int fill) {
     const nsa__attend_plan *p = job->plan;
     const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {

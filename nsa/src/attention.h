@@ -17,7 +17,6 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
 /* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
    backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    NSA__CHECK(nsa__attention_check_sizes(x, d));
     const nsa__checked phi = nsa__checked_of(d, forward, 0);
     nsa__chain c = nsa__chain_of(x);
     NSA__CHECK(nsa__check_phi(&phi, &x->k_cmp, NSA__TO_K_CMP));
@@ -72,6 +71,7 @@ NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, cons
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
                                          size_t bytes) {
     nsa__chain_plan p;
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
     NSA__CHECK(nsa__attention_check(x, d, 1));
     nsa__chain_plan_make(&p, x, d);
     /* The largest of the parts' least needs, so that no part fails after another has written. */
@@ -362,6 +362,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
 NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
                                           const nsa_desc *d, void *workspace, size_t bytes) {
     nsa__chain_gradient g;
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
     NSA__CHECK(nsa__attention_check(x, d, 0));
     NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);

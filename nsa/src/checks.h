@@ -121,10 +121,10 @@ NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads
 
 /* Limits leave room for sums in int: rows of a query are rounded up to whole vectors, and the width
    of a list is slc_count + slc_init + slc_local. */
-static nsa_status nsa__check_sizes(const nsa_desc *d) {
+static nsa_status nsa__check_ranges(const nsa_desc *d) {
     const struct {
         int value, least, most, field;
-    } sizes[] = {
+    } ranges[] = {
         {d->batch, 1, INT_MAX, NSA__AT_batch},
         {d->tokens, 0, INT_MAX, NSA__AT_tokens},
         {d->heads, 1, INT_MAX / 2, NSA__AT_heads},
@@ -145,24 +145,20 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
         {d->pages ? d->table_width : 0, 0, INT_MAX, NSA__AT_table_width},
         {d->pages ? d->page_tokens : 1, 1, INT_MAX, NSA__AT_page_tokens},
         {d->pages ? d->page_count : 0, 0, INT_MAX, NSA__AT_page_count},
+        {(int)d->forced, 0, NSA_FORCED_TAIL, NSA__AT_forced}, /* options from here on */
+        {(int)d->score_map, 0, NSA_SCORE_OVERLAP_MAX, NSA__AT_score_map},
+        {(int)d->window_rule, 0, NSA_WINDOW_BEFORE_SELF, NSA__AT_window_rule},
+        {(int)d->mask, 0, NSA_MASK_NONE, NSA__AT_mask},
+        {(int)d->gate, 0, NSA_GATE_NONE, NSA__AT_gate},
+        {(int)d->products, 0, NSA_PRODUCTS_F32, NSA__AT_products},
+        {(int)d->isa, 0, NSA_ISA_NEON_BF16, NSA__AT_isa},
     };
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].value < sizes[i].least || sizes[i].value > sizes[i].most)
-            return nsa__error(NSA_ERROR_SIZE, sizes[i].field);
-    return NSA_OK;
-}
-
-static nsa_status nsa__check_options(const nsa_desc *d) {
-    if ((unsigned)d->forced > NSA_FORCED_TAIL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
-    if ((unsigned)d->score_map > NSA_SCORE_OVERLAP_MAX)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
-    if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
-    if ((unsigned)d->mask > NSA_MASK_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
-    if ((unsigned)d->products > NSA_PRODUCTS_F32)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_products);
-    if ((unsigned)d->isa > NSA_ISA_NEON_BF16) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
+    int kind = NSA_ERROR_SIZE;
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+        if (ranges[i].field == NSA__AT_forced) kind = NSA_ERROR_OPTION;
+        if (ranges[i].value < ranges[i].least || ranges[i].value > ranges[i].most)
+            return nsa__error(kind, ranges[i].field);
+    }
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
     /* it must be finite as a float too */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
@@ -239,8 +235,7 @@ static nsa_status nsa__check_ragged(const nsa_desc *d, nsa_page_fault *fault) {
    nsa_desc_check. */
 static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
-    NSA__CHECK(nsa__check_sizes(d));
-    NSA__CHECK(nsa__check_options(d));
+    NSA__CHECK(nsa__check_ranges(d));
     if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
     if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);

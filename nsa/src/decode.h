@@ -312,16 +312,8 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
                                           int count) {
     nsa_desc d = cache->desc;
     d.count = (int)nsa__min(count, d.tokens);
-    nsa_attention all = nsa__decode_views(x, cache, 0, 0);
-    nsa__chain c = nsa__chain_of(&all);
-    const nsa__checked phi = nsa__checked_of(&d, 1, 0);
-    NSA__CHECK(nsa__check_phi(&phi, &all.k_cmp, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__check_phi(&phi, &all.v_cmp, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, nsa__chain_win));
-    NSA__CHECK(nsa__select_check(&c.select, &d, nsa__chain_select));
-    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, nsa__chain_gate));
+    const nsa_attention all = nsa__decode_views(x, cache, 0, 0);
+    NSA__CHECK(nsa__attention_check(&all, &d, 1));
     return nsa__check_inputs(&nsa__cpu, x, &d);
 }
 
