@@ -69,14 +69,19 @@ def check():
 LINES = """static int nsa__seen(const int *x, int n) {
     if (n > 1 && x[0]) return min(n - 1, 4);
     x[2] = n;
-    return x ? n : 0;
+    n += 1;
+    nsa__cuda_tiles_wait<int, 4>();
+    return x ? n & 0x7fffu : 0;
 }
 """
 # Of LINES: an edit of each operator, as what a list would say.
 MADE = {"constant": ("min(n - 1, 4)", "min(n - 1, 5)"), "other": ("n > 1 &&", "n >= 1 &&"),
         "operand": ("min(n - 1, 4)", "min(n, 4)"), "truth": ("if (n > 1 && x[0])", "if (false)"),
-        "choice": ("return x ? n : 0;", "return n;"), "call": ("min(n - 1, 4)", "n - 1"),
-        "value": ("x[2] = n;", "x[0] = n;"), "drop": ("    x[2] = n;\n", "")}
+        "choice": ("return x ? n & 0x7fffu : 0;", "return n & 0x7fffu;"), "call": ("min(n - 1, 4)", "n - 1"),
+        "value": ("x[2] = n;", "x[0] = n;"), "drop": ("    x[2] = n;\n", ""),
+        "swap": ("x[2] = n;\n    n += 1;", "n += 1;\n    x[2] = n;"),
+        "weaker": ("nsa__cuda_tiles_wait<int, 4>()", "nsa__cp_async_wait<0>()")}
+BITS = "0x7fffu", "0x7f00u"  # the constant operator's, of bits
 
 
 def planted():
@@ -93,6 +98,8 @@ def planted():
         made = operators.File("lines.h", LINES).maker(old, new)
         if not made or not made.name.startswith(f"lines.h:nsa__seen:{operator}:"):
             yield f"operator {operator} does not make `{new}` of `{old}`, but {made}"
+    if not operators.File("lines.h", LINES).maker(*BITS):
+        yield "no operator takes half of a constant's bits"
     if operators.File("lines.h", LINES).maker("x[2] = n;", "x[2] = n * n;"):
         yield "an operator is said to make what none makes"
 

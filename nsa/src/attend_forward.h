@@ -133,13 +133,14 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide;
-    p->tiles->scale(p->v.wide, inv_l, sums, sums);
+    const int in_place = nsa__rows_of_reals(out, p->d->dim_v);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
+    p->tiles->scale(p->v.wide, inv_l, sums, to);
     if (inv_l != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) sums[c] = nsa__nan();
+        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
         lse = nsa__nan();
     }
-    nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
+    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
     if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }

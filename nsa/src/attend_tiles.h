@@ -111,8 +111,8 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
                        (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
-            int tile = (int)nsa__max(next, begin >> log2);
-            next = (int)nsa__max(next, ((end - 1) >> log2) + 1);
+            int tile = begin >> log2 > next ? begin >> log2 : next;
+            next = ((end - 1) >> log2) + 1;
             for (; tile < next; tile++) {
                 if (fill)
                     it->list[at[tile]++] = a;

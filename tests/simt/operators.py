@@ -26,6 +26,8 @@ TWINS = collections.defaultdict(list)
 for one, two in map(str.split, PAIRS):
     TWINS[one].append(two)
     TWINS[two].append(one)
+ORDERS = re.compile(r" \w*(await|wait|release|skip|sync|fence|commit|arrive|start)")
+WRITTEN = re.compile(r"(?: \*)?( [\w.> -]+? )(?:[-+*/%&|^]|<<|>>)?= ") # of a statement's words
 NO_CALL = {"if", "for", "while", "switch", "return", "sizeof", "defined", "decltype", "static_assert", "else"}
 Edit = collections.namedtuple("Edit", "name begin end text")
 
@@ -148,6 +150,12 @@ class Function:
     # Each operator yields (first token, behind the last, text).
 
     def constant(self, i):
+        bits = re.fullmatch(r"0x([0-9a-fA-F]+)([uUlL]*)", self.words[i])
+        if bits:
+            width, number = len(bits[1]), int(bits[1], 16)
+            half = (1 << 2 * width) - 1
+            for other in dict.fromkeys((number + 1, number >> 1, number & half, number & ~half)):
+                yield i, i + 1, f"0x{other:0{width}x}{bits[2]}"
         found = re.fullmatch(r"(\d+)(\.0?f?|[uUlL]*)", self.words[i])
         if found and not (found[1][0] == "0" and len(found[1]) > 1):
             number = int(found[1])
@@ -263,8 +271,29 @@ class Function:
                 behind = next(j for j in range(self.match[i + 1], len(self.words)) if self.words[j] == ";")
                 yield i, behind + 1, ""
 
+    def swapped(self, i):
+        """Two statements in the other order, of which one writes what the other has, or both order copies."""
+        first = self.statement(i) if self.words[i] == ";" else None
+        if first is None or self.words[first - 1] in (")", "else") or self.words[i + 1:i + 2] == ["else"]:
+            return
+        last = next((j for j in range(i + 1, len(self.words)) if self.words[j] in (";", "{", "}")), i)
+        if self.words[last] != ";" or self.statement(last) != i + 1:
+            return
+        one, two = (" ".join(["", *self.words[a:b], ""]) for a, b in ((first, i), (i + 1, last)))
+        targets = [WRITTEN.match(words) for words in (one, two)]
+        if any(target and target[1] in one and target[1] in two for target in targets) or (
+                ORDERS.match(one) and ORDERS.match(two)):
+            yield first, last + 1, f"{self.read(i + 1, last + 1)} {self.read(first, i + 1)}"
+
+    def weaker(self, i):
+        """Half of what a wait for copies does: threads, or the thread's own copies."""
+        if self.words[i] == "nsa__cuda_tiles_wait" and self.words[i + 1:i + 2] == ["<"]:
+            behind = self.match[i + 1] + 3
+            yield i, behind, "__syncthreads()"
+            yield i, behind, "nsa__cp_async_wait<0>()"
+
     OPERATORS = {"constant": constant, "other": other, "twin": twin, "operand": operand, "truth": truth, "choice": choice,
-                 "call": call, "value": value, "drop": statement_dropped}
+                 "call": call, "value": value, "drop": statement_dropped, "swap": swapped, "weaker": weaker}
 
     def edits(self, file):
         counts, seen = collections.Counter(), set()
