@@ -2994,6 +2994,17 @@ typedef struct nsa__pairs {
 
 /* -- tiles of each instruction set -- */
 
+/* What these are depends on the set that is read: NSA__T(name) is its name of a function or type,
+   NSA__L the numbers of its vector. */
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+#define NSA__L            (NSA__BYTES ? NSA__BYTES / (int)sizeof(nsa_real) : 1)
+#define NSA__V            NSA__T(vec)
+#define NSA__I            NSA__T(lanes)
+#define NSA__TO(x)        (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x)      (*(const NSA__T(memory) *)(x))
+
 /* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
@@ -3001,18 +3012,15 @@ typedef struct nsa__pairs {
    b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
    <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
    is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
-#define NSA__ISA     plain
-#define NSA__BYTES   0
-#define NSA__ROWS    4
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
+#define NSA__ISA                 plain
+#define NSA__BYTES               0
+#define NSA__ROWS                4
+#define NSA__VECTORS             4
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 /* ---- The text of the tiles, read once per instruction set --------------------------------------
    Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
-   extension a vector is one number. NSA__T(name) is the name for this instruction set. */
-
-#define NSA__PASTE_(a, b) nsa__##a##_##b
-#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+   extension a vector is one number. */
 
 /* How a product adds up. A set that defines it has products of bf16 alone. */
 #ifdef NSA__DOT
@@ -3025,7 +3033,6 @@ typedef struct nsa__pairs {
 /* A vector, its lanes as signed and as unsigned integers, and a vector that may lie at any address
    of a number. */
 #if NSA__BYTES
-#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
@@ -3033,16 +3040,10 @@ typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
-#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vec)
-#define NSA__I       NSA__T(lanes)
-#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
-#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
 NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
@@ -3673,14 +3674,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
                                          NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
-#undef NSA__PASTE_
-#undef NSA__PASTE
-#undef NSA__T
-#undef NSA__L
-#undef NSA__V
-#undef NSA__I
-#undef NSA__TO
-#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -3722,10 +3715,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #endif
 #ifdef NSA__ISA
 
-#define NSA__PASTE_(a, b) nsa__##a##_##b
-#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
-
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -3734,7 +3723,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #endif
 
 #if NSA__BYTES
-#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
@@ -3742,16 +3730,10 @@ typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
-#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vec)
-#define NSA__I       NSA__T(lanes)
-#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
-#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
 NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
@@ -4340,14 +4322,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
                                          NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
-#undef NSA__PASTE_
-#undef NSA__PASTE
-#undef NSA__T
-#undef NSA__L
-#undef NSA__V
-#undef NSA__I
-#undef NSA__TO
-#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -4386,10 +4360,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
 #endif
 
-#define NSA__PASTE_(a, b) nsa__##a##_##b
-#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
-
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -4398,7 +4368,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #endif
 
 #if NSA__BYTES
-#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
@@ -4406,16 +4375,10 @@ typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
-#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vec)
-#define NSA__I       NSA__T(lanes)
-#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
-#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
 NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
@@ -5004,14 +4967,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
                                          NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
-#undef NSA__PASTE_
-#undef NSA__PASTE
-#undef NSA__T
-#undef NSA__L
-#undef NSA__V
-#undef NSA__I
-#undef NSA__TO
-#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -5040,10 +4995,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #define NSA__SCALEF(p, e)      __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=v"(x) : "vm"(halves))
 
-#define NSA__PASTE_(a, b) nsa__##a##_##b
-#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
-
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -5052,7 +5003,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #endif
 
 #if NSA__BYTES
-#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
@@ -5060,16 +5010,10 @@ typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
-#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vec)
-#define NSA__I       NSA__T(lanes)
-#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
-#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
 NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
@@ -5658,14 +5602,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
                                          NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
-#undef NSA__PASTE_
-#undef NSA__PASTE
-#undef NSA__T
-#undef NSA__L
-#undef NSA__V
-#undef NSA__I
-#undef NSA__TO
-#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -5719,10 +5655,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #endif
 #ifdef NSA__ISA
 
-#define NSA__PASTE_(a, b) nsa__##a##_##b
-#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
-
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -5731,7 +5663,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #endif
 
 #if NSA__BYTES
-#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
@@ -5739,16 +5670,10 @@ typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
-#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vec)
-#define NSA__I       NSA__T(lanes)
-#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
-#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
 NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
@@ -6337,14 +6262,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
                                          NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
-#undef NSA__PASTE_
-#undef NSA__PASTE
-#undef NSA__T
-#undef NSA__L
-#undef NSA__V
-#undef NSA__I
-#undef NSA__TO
-#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS

@@ -115,6 +115,17 @@ typedef struct nsa__pairs {
 
 /* -- tiles of each instruction set -- */
 
+/* What these are depends on the set that is read: NSA__T(name) is its name of a function or type,
+   NSA__L the numbers of its vector. */
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+#define NSA__L            (NSA__BYTES ? NSA__BYTES / (int)sizeof(nsa_real) : 1)
+#define NSA__V            NSA__T(vec)
+#define NSA__I            NSA__T(lanes)
+#define NSA__TO(x)        (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x)      (*(const NSA__T(memory) *)(x))
+
 /* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
@@ -122,11 +133,12 @@ typedef struct nsa__pairs {
    b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
    <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
    is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
-#define NSA__ISA     plain
-#define NSA__BYTES   0
-#define NSA__ROWS    4
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
+#define NSA__ISA                 plain
+#define NSA__BYTES               0
+#define NSA__ROWS                4
+#define NSA__VECTORS             4
+#define NSA__TARGET              NSA__COMPILED
+#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #include "tiles.inl"
 
 /* One of these, where there is one: no machine has two. */

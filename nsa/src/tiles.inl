@@ -1,10 +1,6 @@
 /* ---- The text of the tiles, read once per instruction set --------------------------------------
    Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
-   extension a vector is one number. NSA__T(name) is the name for this instruction set. */
-
-#define NSA__PASTE_(a, b) nsa__##a##_##b
-#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+   extension a vector is one number. */
 
 /* How a product adds up. A set that defines it has products of bf16 alone. */
 #ifdef NSA__DOT
@@ -17,7 +13,6 @@
 /* A vector, its lanes as signed and as unsigned integers, and a vector that may lie at any address
    of a number. */
 #if NSA__BYTES
-#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
@@ -25,16 +20,10 @@ typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
 #else
-#define NSA__L                   1
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
-#define NSA__KEEP_IN_REGISTER(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vec)
-#define NSA__I       NSA__T(lanes)
-#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
-#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
 NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
@@ -665,14 +654,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
                                          NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
-#undef NSA__PASTE_
-#undef NSA__PASTE
-#undef NSA__T
-#undef NSA__L
-#undef NSA__V
-#undef NSA__I
-#undef NSA__TO
-#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
