@@ -1,10 +1,11 @@
 /* ---- Tiles: products and sums over rows of keys ----------------------------------------------
    Twin: none. Not here: their text (tiles.inl), which keys a tile has (attend_pack.h).
-   All arithmetic on rows of keys is in a few functions. Their one text is src/tiles.inl,
-   which is read once per instruction set. They are compiled for that set whatever flags the user
-   gave; desc.isa or the machine chooses among them when a call begins. The bits of a row of the
-   result depend on that row's operands alone, because every sum runs over k in ascending order. How
-   many rows there are, and where the row stands among them, changes nothing. */
+   All arithmetic on rows of keys is in a few functions. Their one text is src/tiles.inl, of bf16
+   pairs src/pairs.inl, which is read once per instruction set. They are compiled for that set
+   whatever flags the user gave; desc.isa or the machine chooses among them when a call begins. The
+   bits of a row of the result depend on that row's operands alone, because every sum runs over k
+   in ascending order. How many rows there are, and where the row stands among them, changes
+   nothing. */
 #pragma once
 #include "sequences.h"
 
@@ -242,6 +243,7 @@ typedef struct nsa__pairs {
 #endif
 #ifdef NSA__ISA
 #include "tiles.inl"
+#include "pairs.inl"
 #endif
 
 /* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
