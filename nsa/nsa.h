@@ -108,7 +108,7 @@
      may be added to one view). This is not checked.
 
    What it does not do: dropout, attention biases, cross attention of packed sequences, double
-   backward, key-value caches of several layers, quantised keys.
+   backward, key-value caches of several layers.
 
    CONFIGURATION (define before the include, the same in every file)
 
@@ -159,14 +159,17 @@ typedef enum nsa_dtype {
     NSA_BF16, /* the upper half of an f32 */
     NSA_F16,  /* IEEE 754 binary16 */
     NSA_F64,  /* only where NSA_REAL is double */
-    NSA_I32   /* block lists and positions */
+    NSA_I32,  /* block lists and positions */
+    NSA_I8,   /* rows of 8 bits with their scales: keys and values, forward, on the CPU */
+    NSA_F8    /* the same of OCP's fp8 e4m3, which has NaN and no infinities */
 } nsa_dtype;
 
 #define NSA_REAL_DTYPE (sizeof(nsa_real) == sizeof(double) ? NSA_F64 : NSA_F32)
 
 /* A view of rows. Row (b, t, h) starts batch * b + token * t + head * h elements after data.
-   Strides are >= 0; those of an output must keep its rows apart. data is aligned to the element's
-   size. */
+   Strides are >= 0; those of an output must keep its rows apart. data is aligned to its element's
+   size. A row of 8 bits is bytes, and behind them an f32, of any alignment, for every 128 of them:
+   column c reads as its number times scale c / 128. Strides count both, as in nsa_tensor_bthd. */
 typedef struct nsa_tensor {
     void *data;
     nsa_dtype dtype;
@@ -196,8 +199,7 @@ enum {
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
     NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
-    NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
-                         ends behind rows */
+    NSA_ERROR_BEGINS,    /* begins descends, starts below 0, passes rows, or tokens in a sequence */
     NSA_ERROR_OPTION,    /* an option that is no value of its enum */
     NSA_ERROR_SCALE,     /* scale is not finite, or beyond 1e38 */
     NSA_ERROR_ISA,       /* this machine, or this build, has no such instruction set */
@@ -243,8 +245,7 @@ typedef enum nsa_products {
     NSA_PRODUCTS_F32       /* as f32 everywhere */
 } nsa_products;
 
-/* How forced blocks count. docs/algorithm.md says which public implementation uses which value of
-   these options. */
+/* How forced blocks count. docs/algorithm.md says which public implementation has which option. */
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
     NSA_FORCED_ON_TOP, /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
@@ -252,8 +253,7 @@ typedef enum nsa_forced {
                           slc_local is 0 or 1: 1 takes the block at t too, if it is not whole */
 } nsa_forced;
 
-/* How p_cmp of the compressed blocks, summed over the heads of a group, becomes the score of a
-   selection block. */
+/* How p_cmp, summed over the heads of a group, becomes the score of a selection block. */
 typedef enum nsa_score_map {
     NSA_SCORE_OVERLAP_SUM = 0, /* sum of p_cmp[i] * overlap(i, j) / stride: Eq. 9 */
     NSA_SCORE_OVERLAP_MAX      /* the largest p_cmp[i] of the blocks i that overlap block j */
@@ -372,8 +372,7 @@ NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens);
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights);
 
-/* Variable length: where each sequence's compressed rows begin; B + 1 entries. Without begins:
-   b N(T). */
+/* Variable length: where each sequence's compressed rows begin; B + 1. Without begins: b N(T). */
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins);
 
 /* ---- RoPE: rotary positions, per head ---------------------------------------------------------
@@ -434,8 +433,7 @@ typedef struct nsa_rope {
 NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude);
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
-/* dx.x += R^T dx.out. Options, positions, heads and dim are read from x; in-place gradients are not
-   allowed. */
+/* dx.x += R^T dx.out, not in place. Options, positions, heads and dim are read from x. */
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
 
 /* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
@@ -634,8 +632,7 @@ typedef struct nsa_block_fault {
                            "entry behind a -1" */
 } nsa_block_fault;
 
-/* NSA_OK, or NSA_ERROR_BLOCKS and *fault (which may be NULL) the first fault. slc refuses what this
-   refuses. */
+/* NSA_OK, or NSA_ERROR_BLOCKS and *fault (or NULL) the first fault. slc refuses what this does. */
 NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault);
 /* Brings any lists into the form: sorts, drops duplicates and what is no candidate of its query,
@@ -720,8 +717,7 @@ NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length);
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
                                   int from_sequence, int length);
 
-/* Keys that a step has read in a sequence, counted as they are read, summed over its new tokens and
-   kv heads. */
+/* Keys that a step has read in a sequence, counted when they are read, over its new rows. */
 typedef struct nsa_reads {
     int64_t cmp, slc, win;
 } nsa_reads;
@@ -743,6 +739,10 @@ NSA_API float nsa_bf16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_bf16(float x); /* to nearest, ties to even; NaN stays NaN */
 NSA_API float nsa_f16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_f16(float x);
+/* Rows of x in another dtype, to nearest, ties to even. Of 8 bits a scale is the largest magnitude
+   of its columns over 127 (f8: 448), and NaN if one is not finite: see docs/numerics.md. */
+NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
+                                    int tokens, int heads, int width);
 
 #ifdef __cplusplus
 }
@@ -809,6 +809,9 @@ static nsa_status nsa__error(int kind, int field) {
 
 static size_t nsa__dtype_bytes(nsa_dtype dtype) {
     switch (dtype) {
+    case NSA_I8:
+    case NSA_F8:
+        return 1;
     case NSA_BF16:
     case NSA_F16:
         return 2;
@@ -862,7 +865,18 @@ static int nsa__rows_disjoint(const nsa_tensor *x, nsa__shape shape, int64_t inn
     return 1;
 }
 
-enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
+enum {
+    NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16,
+    NSA__INTS = 1 << NSA_I32,
+    NSA__SCALED = 1 << NSA_I8 | 1 << NSA_F8,
+    NSA__SCALE_COLUMNS = 128 /* of a row of 8 bits that share a scale */
+};
+
+/* What a row of so many numbers takes. */
+static int64_t nsa__row_elements(nsa_dtype dtype, int64_t width) {
+    if (!(NSA__SCALED >> dtype & 1)) return width;
+    return width + (width + NSA__SCALE_COLUMNS - 1) / NSA__SCALE_COLUMNS * (int64_t)sizeof(float);
+}
 
 /* Checks one view. `dtypes` is a set: bit x stands for dtype x. `writes` 1: the view is an output,
    so its rows must be apart. A stride is not looked at if its axis has one entry. */
@@ -871,8 +885,9 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
         return NSA_OK; /* nothing will be touched */
     if (!x->data) return nsa__error(NSA_ERROR_NULL, field);
-    if ((unsigned)x->dtype > NSA_I32 || !(dtypes >> x->dtype & 1))
+    if ((unsigned)x->dtype > NSA_F8 || !(dtypes >> x->dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, field);
+    shape.width = nsa__row_elements(x->dtype, shape.width);
     if ((uintptr_t)x->data % nsa__dtype_bytes(x->dtype))
         return nsa__error(NSA_ERROR_ALIGNMENT, field);
     int64_t batch = shape.batch > 1 ? x->batch : 0, token = shape.rows > 1 ? x->token : 0;
@@ -1326,7 +1341,7 @@ typedef struct nsa__side {
 typedef struct nsa__checked {
     const nsa__side *side;
     const nsa_desc *d;
-    unsigned rows;     /* dtypes of rows */
+    unsigned rows;     /* dtypes of rows; of keys and values alone those with a scale */
     int forward;       /* 0: backward */
     int compressed;    /* keys are compressed blocks */
     int sums;          /* a gradient of a row that tokens, heads or sequences share is the sum */
@@ -1364,7 +1379,8 @@ static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const
 
 static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
     const unsigned floats = c->side->floats;
-    const unsigned dtypes[] = {c->rows, floats, floats, c->side->reals, NSA__INTS};
+    const unsigned others = v->rows == NSA__OF_KEYS ? 0 : NSA__SCALED;
+    const unsigned dtypes[] = {c->rows & ~others, floats, floats, c->side->reals, NSA__INTS};
     return dtypes[v->as];
 }
 
@@ -1376,7 +1392,7 @@ static const nsa_tensor *nsa__view_in(const void *of, const nsa__view *v) {
 /* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
    because a tensor that backward does not read is unchecked. */
 static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x) {
-    return side->reals | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & side->floats);
+    return side->reals | ((unsigned)x->dtype > NSA_F8 ? 0 : 1u << x->dtype & side->floats);
 }
 
 /* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
@@ -1464,7 +1480,8 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
     for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
         const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
         if (list[i].optional && !list[i].x->data) continue;
-        NSA__CHECK(c->side->rows(list[i].x, shape, c->rows, 0, base + list[i].field));
+        NSA__CHECK(c->side->rows(list[i].x, shape, c->rows & ~(unsigned)NSA__SCALED, 0,
+                                 base + list[i].field));
     }
     return NSA_OK;
 }
@@ -1651,6 +1668,20 @@ NSA__INLINE uint16_t nsa__to_f16(float x) {
     return (uint16_t)((bits >> 16 & 0x8000u) | rounded);
 }
 
+/* e4m3 as f16, divided by 256: a mantissa that is 7 bits shorter, an exponent whose bias is 7. */
+NSA__INLINE float nsa__from_f8(unsigned char x) {
+    const int nan = (x & 0x7f) == 0x7f;
+    return nsa__from_f16((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7 | (nan ? 0x7c00 : 0))) * 256;
+}
+
+/* The scale of column c of a row of n numbers of 8 bits. */
+NSA__INLINE float nsa__row_scale(const void *row, int n, int c) {
+    float scale;
+    memcpy(&scale, (const char *)row + n + c / NSA__SCALE_COLUMNS * (int)sizeof scale,
+           sizeof scale);
+    return scale;
+}
+
 NSA_API float nsa_bf16_to_f32(uint16_t x) {
     return nsa__from_bf16(x);
 }
@@ -1668,6 +1699,10 @@ NSA_API uint16_t nsa_f32_to_f16(float x) {
 static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
     int64_t element = x->batch * batch + x->token * row + x->head * head;
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+}
+
+static size_t nsa__row_bytes(const nsa_tensor *x, int width) {
+    return (size_t)nsa__row_elements(x->dtype, width) * nsa__dtype_bytes(x->dtype);
 }
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -1716,21 +1751,33 @@ static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
 
-/* Loads a row's numbers as reals. */
-NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+/* Loads numbers i to n - 1 of a row of n as reals. */
+NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int i, int n) {
     const uint16_t *half = (const uint16_t *)row;
+    const signed char *eighth = (const signed char *)row;
     switch (dtype) {
     case NSA_F32:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const float *)row)[i];
+        for (; i < n; i++) to[i] = (nsa_real)((const float *)row)[i];
         break;
     case NSA_F64:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
+        for (; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
         break;
     case NSA_BF16:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_bf16(half[i]);
+        for (; i < n; i++) to[i] = (nsa_real)nsa__from_bf16(half[i]);
         break;
     case NSA_F16:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_f16(half[i]);
+        for (; i < n; i++) to[i] = (nsa_real)nsa__from_f16(half[i]);
+        break;
+    case NSA_I8:
+    case NSA_F8:
+        for (int end; i < n; i = end) { /* the columns of a scale */
+            const nsa_real scale = (nsa_real)nsa__row_scale(row, n, i);
+            end = (i / NSA__SCALE_COLUMNS + 1) * NSA__SCALE_COLUMNS;
+            end = end < n ? end : n;
+            for (int j = i; dtype == NSA_I8 && j < end; j++) to[j] = (nsa_real)eighth[j] * scale;
+            for (int j = i; dtype == NSA_F8 && j < end; j++)
+                to[j] = (nsa_real)nsa__from_f8((unsigned char)eighth[j]) * scale;
+        }
         break;
     case NSA_I32:
         break;
@@ -1738,7 +1785,46 @@ NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int 
 }
 
 NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
-    nsa__widen(to, dtype, row, n);
+    nsa__widen(to, dtype, row, 0, n);
+}
+
+/* The scale of n numbers: what the format's largest number is multiplied by to give theirs. Rounded
+   down where that product would be infinite; 0 rather than subnormal, which -ffast-math may take
+   for 0. NaN where one of the numbers is not finite. */
+NSA__COMPILED static float nsa__scale_of(nsa_dtype dtype, const nsa_real *x, int n) {
+    const float largest = dtype == NSA_I8 ? 127 : 448;
+    uint32_t most = 0, bits;
+    for (int i = 0; i < n; i++) {
+        bits = nsa__float_bits((float)x[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    if (most >= 0x7f800000u) return (float)nsa__nan();
+    bits = nsa__float_bits(nsa__float_from_bits(most) / largest);
+    if ((double)nsa__float_from_bits(bits) * (double)largest > FLT_MAX) bits--;
+    return nsa__float_from_bits(bits < 0x00800000u ? 0 : bits);
+}
+
+/* x in units of a scale, |x| <= 127 or 448 of them but for rounding. The sum with 2^23 rounds to
+   whole numbers. */
+NSA__INLINE unsigned char nsa__to_scaled(nsa_dtype dtype, float x) {
+    const uint32_t bits = nsa__float_bits(x), magnitude = bits & 0x7fffffffu;
+    uint32_t rounded = nsa__float_bits(nsa__float_from_bits(magnitude) + 8388608.0f) & 0xff;
+    if (dtype == NSA_I8) return (unsigned char)(bits >> 31 ? 0u - rounded : rounded);
+    rounded = nsa__round_to(magnitude, 20, 120);
+    return (unsigned char)((bits >> 24 & 0x80) | (rounded < 0x7e ? rounded : 0x7e));
+}
+
+/* Writes a row of 8 bits and its scales. Numbers whose scale is 0 or NaN are zeros. */
+NSA__COMPILED static void nsa__store_scaled(nsa_dtype dtype, unsigned char *row,
+                                            const nsa_real *from, int n) {
+    for (int begin = 0; begin < n; begin += NSA__SCALE_COLUMNS) {
+        const int end = n - begin < NSA__SCALE_COLUMNS ? n : begin + NSA__SCALE_COLUMNS;
+        const float scale = nsa__scale_of(dtype, from + begin, end - begin);
+        const int none = nsa__float_bits(scale) == 0 || !nsa__is_finite((double)scale);
+        memcpy(row + n + begin / NSA__SCALE_COLUMNS * (int)sizeof scale, &scale, sizeof scale);
+        for (int i = begin; i < end; i++)
+            row[i] = none ? 0 : nsa__to_scaled(dtype, (float)from[i] / scale);
+    }
 }
 
 /* f64 reaches bf16 and f16 through f32, so it is rounded twice there. */
@@ -1756,6 +1842,10 @@ NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real 
         break;
     case NSA_F16:
         for (int i = 0; i < n; i++) half[i] = nsa__to_f16((float)from[i]);
+        break;
+    case NSA_I8:
+    case NSA_F8:
+        nsa__store_scaled(dtype, (unsigned char *)row, from, n);
         break;
     case NSA_I32:
         break;
@@ -1906,8 +1996,8 @@ NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int 
     nsa_tensor x;
     x.data = data;
     x.dtype = dtype;
-    x.head = width;
-    x.token = (int64_t)heads * width;
+    x.head = nsa__row_elements(dtype, width);
+    x.token = x.head * heads;
     x.batch = x.token * tokens;
     return x;
 }
@@ -1916,8 +2006,8 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     nsa_tensor x;
     x.data = data;
     x.dtype = dtype;
-    x.token = width;
-    x.head = (int64_t)tokens * width;
+    x.token = nsa__row_elements(dtype, width);
+    x.head = x.token * tokens;
     x.batch = x.head * heads;
     return x;
 }
@@ -2117,7 +2207,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_ALIGNMENT, "data must be aligned to the size of its element, on CUDA to 16 bytes") \
     X(NSA_ERROR_DTYPE,                                                                             \
       "this dtype is not allowed here: tensors are f32, bf16 or f16 (f64 where "                   \
-      "NSA_REAL is double), lse is of NSA_REAL_DTYPE, blocks and positions are "                   \
+      "NSA_REAL is double), of forward's keys and values i8 or f8 too, lse is of NSA_REAL_DTYPE, " \
+      "blocks and positions are "                                                                  \
       "i32, a gradient has its tensor's dtype or NSA_REAL_DTYPE; on CUDA all are "                 \
       "of one dtype, lse is f32, and the dtype is one that was compiled in")                       \
     X(NSA_ERROR_STRIDE, "strides must be >= 0, on CUDA multiples of 16 bytes, and those of an "    \
@@ -2454,9 +2545,31 @@ enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 
 static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
                                    nsa__check_view,  NSA__TENSORS,   1u << NSA_REAL_DTYPE};
 
+NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
+                                    int tokens, int heads, int width) {
+    const nsa__shape shape = {batch, tokens, heads, width};
+    const unsigned dtypes = NSA__TENSORS | NSA__SCALED;
+    nsa_real row[NSA__MAX_DIM];
+    if (!x || !out) return nsa__error(NSA_ERROR_NULL, x ? NSA__AT_out : NSA__AT_x);
+    if (batch < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_batch);
+    if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
+    if (heads < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
+    if (width < 1 || width > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, NSA__AT_x));
+    NSA__CHECK(nsa__check_view(out, shape, dtypes, 1, NSA__AT_out));
+    for (int b = 0; b < batch; b++)
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < heads; h++) {
+                nsa__load(row, x->dtype, nsa__row(x, b, t, h), width);
+                nsa__store(out->dtype, nsa__row(out, b, t, h), row, width);
+            }
+    return NSA_OK;
+}
+
 /* The views of a call under their own names. */
 static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
-    const nsa__checked c = {&nsa__cpu, d, NSA__TENSORS, forward, compressed, 0, NULL};
+    const unsigned rows = NSA__TENSORS | (forward ? NSA__SCALED : 0);
+    const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
     return c;
 }
 
@@ -3041,6 +3154,7 @@ typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
+typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
@@ -3468,7 +3582,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
         if (r) from += apart; /* of one row it may be anything */
-#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
             NSA__V reals;
@@ -3476,8 +3590,18 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
             NSA__OF_F16(reals, numbers);
             NSA__TO(to + j) = reals;
         }
+        for (; dtype == NSA_F8 && j + NSA__L <= n; j += NSA__L) { /* as nsa__from_f8 */
+            NSA__T(eighths) codes;
+            NSA__V reals;
+            memcpy(&codes, from + j, sizeof codes);
+            const NSA__T(halves) code = __builtin_convertvector(codes, NSA__T(halves));
+            const NSA__T(halves) numbers = (code & 0x80) << 8 | (code & 0x7f) << 7 |
+                                           ((NSA__T(halves))((code & 0x7f) == 0x7f) & 0x7c00);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals * 256 * NSA__T(splat)(nsa__row_scale(from, n, j));
+        }
 #endif
-        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+        nsa__widen(to, dtype, from, j, n);
     }
 }
 
@@ -3617,6 +3741,7 @@ typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
+typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
@@ -4014,7 +4139,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
         if (r) from += apart;
-#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
             NSA__V reals;
@@ -4022,8 +4147,18 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
             NSA__OF_F16(reals, numbers);
             NSA__TO(to + j) = reals;
         }
+        for (; dtype == NSA_F8 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(eighths) codes;
+            NSA__V reals;
+            memcpy(&codes, from + j, sizeof codes);
+            const NSA__T(halves) code = __builtin_convertvector(codes, NSA__T(halves));
+            const NSA__T(halves) numbers = (code & 0x80) << 8 | (code & 0x7f) << 7 |
+                                           ((NSA__T(halves))((code & 0x7f) == 0x7f) & 0x7c00);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals * 256 * NSA__T(splat)(nsa__row_scale(from, n, j));
+        }
 #endif
-        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+        nsa__widen(to, dtype, from, j, n);
     }
 }
 
@@ -4155,6 +4290,7 @@ typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
+typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
@@ -4552,7 +4688,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
         if (r) from += apart;
-#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
             NSA__V reals;
@@ -4560,8 +4696,18 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
             NSA__OF_F16(reals, numbers);
             NSA__TO(to + j) = reals;
         }
+        for (; dtype == NSA_F8 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(eighths) codes;
+            NSA__V reals;
+            memcpy(&codes, from + j, sizeof codes);
+            const NSA__T(halves) code = __builtin_convertvector(codes, NSA__T(halves));
+            const NSA__T(halves) numbers = (code & 0x80) << 8 | (code & 0x7f) << 7 |
+                                           ((NSA__T(halves))((code & 0x7f) == 0x7f) & 0x7c00);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals * 256 * NSA__T(splat)(nsa__row_scale(from, n, j));
+        }
 #endif
-        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+        nsa__widen(to, dtype, from, j, n);
     }
 }
 
@@ -4683,6 +4829,7 @@ typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
+typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
@@ -5080,7 +5227,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
         if (r) from += apart;
-#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
             NSA__V reals;
@@ -5088,8 +5235,18 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
             NSA__OF_F16(reals, numbers);
             NSA__TO(to + j) = reals;
         }
+        for (; dtype == NSA_F8 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(eighths) codes;
+            NSA__V reals;
+            memcpy(&codes, from + j, sizeof codes);
+            const NSA__T(halves) code = __builtin_convertvector(codes, NSA__T(halves));
+            const NSA__T(halves) numbers = (code & 0x80) << 8 | (code & 0x7f) << 7 |
+                                           ((NSA__T(halves))((code & 0x7f) == 0x7f) & 0x7c00);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals * 256 * NSA__T(splat)(nsa__row_scale(from, n, j));
+        }
 #endif
-        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+        nsa__widen(to, dtype, from, j, n);
     }
 }
 
@@ -5236,6 +5393,7 @@ typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
+typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
@@ -5633,7 +5791,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
         if (r) from += apart;
-#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
             NSA__V reals;
@@ -5641,8 +5799,18 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
             NSA__OF_F16(reals, numbers);
             NSA__TO(to + j) = reals;
         }
+        for (; dtype == NSA_F8 && j + NSA__L <= n; j += NSA__L) {
+            NSA__T(eighths) codes;
+            NSA__V reals;
+            memcpy(&codes, from + j, sizeof codes);
+            const NSA__T(halves) code = __builtin_convertvector(codes, NSA__T(halves));
+            const NSA__T(halves) numbers = (code & 0x80) << 8 | (code & 0x7f) << 7 |
+                                           ((NSA__T(halves))((code & 0x7f) == 0x7f) & 0x7c00);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals * 256 * NSA__T(splat)(nsa__row_scale(from, n, j));
+        }
 #endif
-        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+        nsa__widen(to, dtype, from, j, n);
     }
 }
 
@@ -7681,7 +7849,7 @@ static void *nsa__walk_queries(const nsa__head_job *job, const nsa__tile_iter *i
                                const nsa_tensor *x, int width, int r) {
     const int later = r + NSA__ROWS_AHEAD;
     if (later < it->queries * job->plan->group)
-        nsa__fetch(nsa__query_row(job, it, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+        nsa__fetch(nsa__query_row(job, it, x, later), nsa__row_bytes(x, width));
     return nsa__query_row(job, it, x, r);
 }
 
@@ -7689,8 +7857,7 @@ static void *nsa__walk_queries(const nsa__head_job *job, const nsa__tile_iter *i
 static void *nsa__walk_keys(const nsa__head_job *job, const nsa_tensor *x, int width, int key,
                             int end) {
     const int later = key + NSA__ROWS_AHEAD;
-    if (later < end)
-        nsa__fetch(nsa__key(job, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+    if (later < end) nsa__fetch(nsa__key(job, x, later), nsa__row_bytes(x, width));
     return nsa__key(job, x, key);
 }
 
@@ -7704,7 +7871,7 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         for (int r = 0; r < some; r++) {
             if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
-            nsa__fetch(at, (size_t)width * bytes);
+            nsa__fetch(at, nsa__row_bytes(x, width));
         }
     }
 }
@@ -7726,7 +7893,7 @@ static const void *nsa__walk_packed(const nsa__head_job *job, const nsa__operand
     const nsa__operand *next = later ? &p->v : o;
     if (key < job->keys && (!later || (o == &p->k && (job->v || job->v_t)))) {
         const nsa_tensor *y = nsa__operand_view(job, next);
-        nsa__fetch(nsa__key(job, y, (int)key), (size_t)next->width * nsa__dtype_bytes(y->dtype));
+        nsa__fetch(nsa__key(job, y, (int)key), nsa__row_bytes(y, next->width));
     }
     return r >= 0 && r < job->keys - tile_begin ? nsa__key(job, x, tile_begin + r) : NULL;
 }
@@ -10363,7 +10530,7 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
     NSA__CHECK(nsa__check_decodes(d));
-    if ((unsigned)dtype > NSA_I32 || !(NSA__TENSORS >> dtype & 1))
+    if ((unsigned)dtype > NSA_F8 || !((NSA__TENSORS | NSA__SCALED) >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
 }

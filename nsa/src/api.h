@@ -107,7 +107,7 @@
      may be added to one view). This is not checked.
 
    What it does not do: dropout, attention biases, cross attention of packed sequences, double
-   backward, key-value caches of several layers, quantised keys.
+   backward, key-value caches of several layers.
 
    CONFIGURATION (define before the include, the same in every file)
 
@@ -158,14 +158,17 @@ typedef enum nsa_dtype {
     NSA_BF16, /* the upper half of an f32 */
     NSA_F16,  /* IEEE 754 binary16 */
     NSA_F64,  /* only where NSA_REAL is double */
-    NSA_I32   /* block lists and positions */
+    NSA_I32,  /* block lists and positions */
+    NSA_I8,   /* rows of 8 bits with their scales: keys and values, forward, on the CPU */
+    NSA_F8    /* the same of OCP's fp8 e4m3, which has NaN and no infinities */
 } nsa_dtype;
 
 #define NSA_REAL_DTYPE (sizeof(nsa_real) == sizeof(double) ? NSA_F64 : NSA_F32)
 
 /* A view of rows. Row (b, t, h) starts batch * b + token * t + head * h elements after data.
-   Strides are >= 0; those of an output must keep its rows apart. data is aligned to the element's
-   size. */
+   Strides are >= 0; those of an output must keep its rows apart. data is aligned to its element's
+   size. A row of 8 bits is bytes, and behind them an f32, of any alignment, for every 128 of them:
+   column c reads as its number times scale c / 128. Strides count both, as in nsa_tensor_bthd. */
 typedef struct nsa_tensor {
     void *data;
     nsa_dtype dtype;
@@ -195,8 +198,7 @@ enum {
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
     NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
-    NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
-                         ends behind rows */
+    NSA_ERROR_BEGINS,    /* begins descends, starts below 0, passes rows, or tokens in a sequence */
     NSA_ERROR_OPTION,    /* an option that is no value of its enum */
     NSA_ERROR_SCALE,     /* scale is not finite, or beyond 1e38 */
     NSA_ERROR_ISA,       /* this machine, or this build, has no such instruction set */
@@ -242,8 +244,7 @@ typedef enum nsa_products {
     NSA_PRODUCTS_F32       /* as f32 everywhere */
 } nsa_products;
 
-/* How forced blocks count. docs/algorithm.md says which public implementation uses which value of
-   these options. */
+/* How forced blocks count. docs/algorithm.md says which public implementation has which option. */
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
     NSA_FORCED_ON_TOP, /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
@@ -251,8 +252,7 @@ typedef enum nsa_forced {
                           slc_local is 0 or 1: 1 takes the block at t too, if it is not whole */
 } nsa_forced;
 
-/* How p_cmp of the compressed blocks, summed over the heads of a group, becomes the score of a
-   selection block. */
+/* How p_cmp, summed over the heads of a group, becomes the score of a selection block. */
 typedef enum nsa_score_map {
     NSA_SCORE_OVERLAP_SUM = 0, /* sum of p_cmp[i] * overlap(i, j) / stride: Eq. 9 */
     NSA_SCORE_OVERLAP_MAX      /* the largest p_cmp[i] of the blocks i that overlap block j */
@@ -371,8 +371,7 @@ NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens);
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights);
 
-/* Variable length: where each sequence's compressed rows begin; B + 1 entries. Without begins:
-   b N(T). */
+/* Variable length: where each sequence's compressed rows begin; B + 1. Without begins: b N(T). */
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins);
 
 /* ---- RoPE: rotary positions, per head ---------------------------------------------------------
@@ -433,8 +432,7 @@ typedef struct nsa_rope {
 NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude);
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
-/* dx.x += R^T dx.out. Options, positions, heads and dim are read from x; in-place gradients are not
-   allowed. */
+/* dx.x += R^T dx.out, not in place. Options, positions, heads and dim are read from x. */
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
 
 /* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
@@ -633,8 +631,7 @@ typedef struct nsa_block_fault {
                            "entry behind a -1" */
 } nsa_block_fault;
 
-/* NSA_OK, or NSA_ERROR_BLOCKS and *fault (which may be NULL) the first fault. slc refuses what this
-   refuses. */
+/* NSA_OK, or NSA_ERROR_BLOCKS and *fault (or NULL) the first fault. slc refuses what this does. */
 NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault);
 /* Brings any lists into the form: sorts, drops duplicates and what is no candidate of its query,
@@ -719,8 +716,7 @@ NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length);
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
                                   int from_sequence, int length);
 
-/* Keys that a step has read in a sequence, counted as they are read, summed over its new tokens and
-   kv heads. */
+/* Keys that a step has read in a sequence, counted when they are read, over its new rows. */
 typedef struct nsa_reads {
     int64_t cmp, slc, win;
 } nsa_reads;
@@ -742,6 +738,10 @@ NSA_API float nsa_bf16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_bf16(float x); /* to nearest, ties to even; NaN stays NaN */
 NSA_API float nsa_f16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_f16(float x);
+/* Rows of x in another dtype, to nearest, ties to even. Of 8 bits a scale is the largest magnitude
+   of its columns over 127 (f8: 448), and NaN if one is not finite: see docs/numerics.md. */
+NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
+                                    int tokens, int heads, int width);
 
 #ifdef __cplusplus
 }

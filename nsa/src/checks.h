@@ -12,7 +12,8 @@
     X(NSA_ERROR_ALIGNMENT, "data must be aligned to the size of its element, on CUDA to 16 bytes") \
     X(NSA_ERROR_DTYPE,                                                                             \
       "this dtype is not allowed here: tensors are f32, bf16 or f16 (f64 where "                   \
-      "NSA_REAL is double), lse is of NSA_REAL_DTYPE, blocks and positions are "                   \
+      "NSA_REAL is double), of forward's keys and values i8 or f8 too, lse is of NSA_REAL_DTYPE, " \
+      "blocks and positions are "                                                                  \
       "i32, a gradient has its tensor's dtype or NSA_REAL_DTYPE; on CUDA all are "                 \
       "of one dtype, lse is f32, and the dtype is one that was compiled in")                       \
     X(NSA_ERROR_STRIDE, "strides must be >= 0, on CUDA multiples of 16 bytes, and those of an "    \
@@ -349,8 +350,30 @@ enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 
 static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
                                    nsa__check_view,  NSA__TENSORS,   1u << NSA_REAL_DTYPE};
 
+NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
+                                    int tokens, int heads, int width) {
+    const nsa__shape shape = {batch, tokens, heads, width};
+    const unsigned dtypes = NSA__TENSORS | NSA__SCALED;
+    nsa_real row[NSA__MAX_DIM];
+    if (!x || !out) return nsa__error(NSA_ERROR_NULL, x ? NSA__AT_out : NSA__AT_x);
+    if (batch < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_batch);
+    if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
+    if (heads < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
+    if (width < 1 || width > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, NSA__AT_x));
+    NSA__CHECK(nsa__check_view(out, shape, dtypes, 1, NSA__AT_out));
+    for (int b = 0; b < batch; b++)
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < heads; h++) {
+                nsa__load(row, x->dtype, nsa__row(x, b, t, h), width);
+                nsa__store(out->dtype, nsa__row(out, b, t, h), row, width);
+            }
+    return NSA_OK;
+}
+
 /* The views of a call under their own names. */
 static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
-    const nsa__checked c = {&nsa__cpu, d, NSA__TENSORS, forward, compressed, 0, NULL};
+    const unsigned rows = NSA__TENSORS | (forward ? NSA__SCALED : 0);
+    const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
     return c;
 }

@@ -100,6 +100,20 @@ NSA__INLINE uint16_t nsa__to_f16(float x) {
     return (uint16_t)((bits >> 16 & 0x8000u) | rounded);
 }
 
+/* e4m3 as f16, divided by 256: a mantissa that is 7 bits shorter, an exponent whose bias is 7. */
+NSA__INLINE float nsa__from_f8(unsigned char x) {
+    const int nan = (x & 0x7f) == 0x7f;
+    return nsa__from_f16((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7 | (nan ? 0x7c00 : 0))) * 256;
+}
+
+/* The scale of column c of a row of n numbers of 8 bits. */
+NSA__INLINE float nsa__row_scale(const void *row, int n, int c) {
+    float scale;
+    memcpy(&scale, (const char *)row + n + c / NSA__SCALE_COLUMNS * (int)sizeof scale,
+           sizeof scale);
+    return scale;
+}
+
 NSA_API float nsa_bf16_to_f32(uint16_t x) {
     return nsa__from_bf16(x);
 }
@@ -117,6 +131,10 @@ NSA_API uint16_t nsa_f32_to_f16(float x) {
 static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
     int64_t element = x->batch * batch + x->token * row + x->head * head;
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+}
+
+static size_t nsa__row_bytes(const nsa_tensor *x, int width) {
+    return (size_t)nsa__row_elements(x->dtype, width) * nsa__dtype_bytes(x->dtype);
 }
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -165,21 +183,33 @@ static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
 
-/* Loads a row's numbers as reals. */
-NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+/* Loads numbers i to n - 1 of a row of n as reals. */
+NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int i, int n) {
     const uint16_t *half = (const uint16_t *)row;
+    const signed char *eighth = (const signed char *)row;
     switch (dtype) {
     case NSA_F32:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const float *)row)[i];
+        for (; i < n; i++) to[i] = (nsa_real)((const float *)row)[i];
         break;
     case NSA_F64:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
+        for (; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
         break;
     case NSA_BF16:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_bf16(half[i]);
+        for (; i < n; i++) to[i] = (nsa_real)nsa__from_bf16(half[i]);
         break;
     case NSA_F16:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_f16(half[i]);
+        for (; i < n; i++) to[i] = (nsa_real)nsa__from_f16(half[i]);
+        break;
+    case NSA_I8:
+    case NSA_F8:
+        for (int end; i < n; i = end) { /* the columns of a scale */
+            const nsa_real scale = (nsa_real)nsa__row_scale(row, n, i);
+            end = (i / NSA__SCALE_COLUMNS + 1) * NSA__SCALE_COLUMNS;
+            end = end < n ? end : n;
+            for (int j = i; dtype == NSA_I8 && j < end; j++) to[j] = (nsa_real)eighth[j] * scale;
+            for (int j = i; dtype == NSA_F8 && j < end; j++)
+                to[j] = (nsa_real)nsa__from_f8((unsigned char)eighth[j]) * scale;
+        }
         break;
     case NSA_I32:
         break;
@@ -187,7 +217,46 @@ NSA__INLINE void nsa__widen(nsa_real *to, nsa_dtype dtype, const void *row, int 
 }
 
 NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
-    nsa__widen(to, dtype, row, n);
+    nsa__widen(to, dtype, row, 0, n);
+}
+
+/* The scale of n numbers: what the format's largest number is multiplied by to give theirs. Rounded
+   down where that product would be infinite; 0 rather than subnormal, which -ffast-math may take
+   for 0. NaN where one of the numbers is not finite. */
+NSA__COMPILED static float nsa__scale_of(nsa_dtype dtype, const nsa_real *x, int n) {
+    const float largest = dtype == NSA_I8 ? 127 : 448;
+    uint32_t most = 0, bits;
+    for (int i = 0; i < n; i++) {
+        bits = nsa__float_bits((float)x[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    if (most >= 0x7f800000u) return (float)nsa__nan();
+    bits = nsa__float_bits(nsa__float_from_bits(most) / largest);
+    if ((double)nsa__float_from_bits(bits) * (double)largest > FLT_MAX) bits--;
+    return nsa__float_from_bits(bits < 0x00800000u ? 0 : bits);
+}
+
+/* x in units of a scale, |x| <= 127 or 448 of them but for rounding. The sum with 2^23 rounds to
+   whole numbers. */
+NSA__INLINE unsigned char nsa__to_scaled(nsa_dtype dtype, float x) {
+    const uint32_t bits = nsa__float_bits(x), magnitude = bits & 0x7fffffffu;
+    uint32_t rounded = nsa__float_bits(nsa__float_from_bits(magnitude) + 8388608.0f) & 0xff;
+    if (dtype == NSA_I8) return (unsigned char)(bits >> 31 ? 0u - rounded : rounded);
+    rounded = nsa__round_to(magnitude, 20, 120);
+    return (unsigned char)((bits >> 24 & 0x80) | (rounded < 0x7e ? rounded : 0x7e));
+}
+
+/* Writes a row of 8 bits and its scales. Numbers whose scale is 0 or NaN are zeros. */
+NSA__COMPILED static void nsa__store_scaled(nsa_dtype dtype, unsigned char *row,
+                                            const nsa_real *from, int n) {
+    for (int begin = 0; begin < n; begin += NSA__SCALE_COLUMNS) {
+        const int end = n - begin < NSA__SCALE_COLUMNS ? n : begin + NSA__SCALE_COLUMNS;
+        const float scale = nsa__scale_of(dtype, from + begin, end - begin);
+        const int none = nsa__float_bits(scale) == 0 || !nsa__is_finite((double)scale);
+        memcpy(row + n + begin / NSA__SCALE_COLUMNS * (int)sizeof scale, &scale, sizeof scale);
+        for (int i = begin; i < end; i++)
+            row[i] = none ? 0 : nsa__to_scaled(dtype, (float)from[i] / scale);
+    }
 }
 
 /* f64 reaches bf16 and f16 through f32, so it is rounded twice there. */
@@ -205,6 +274,10 @@ NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real 
         break;
     case NSA_F16:
         for (int i = 0; i < n; i++) half[i] = nsa__to_f16((float)from[i]);
+        break;
+    case NSA_I8:
+    case NSA_F8:
+        nsa__store_scaled(dtype, (unsigned char *)row, from, n);
         break;
     case NSA_I32:
         break;
@@ -355,8 +428,8 @@ NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int 
     nsa_tensor x;
     x.data = data;
     x.dtype = dtype;
-    x.head = width;
-    x.token = (int64_t)heads * width;
+    x.head = nsa__row_elements(dtype, width);
+    x.token = x.head * heads;
     x.batch = x.token * tokens;
     return x;
 }
@@ -365,8 +438,8 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     nsa_tensor x;
     x.data = data;
     x.dtype = dtype;
-    x.token = width;
-    x.head = (int64_t)tokens * width;
+    x.token = nsa__row_elements(dtype, width);
+    x.head = x.token * tokens;
     x.batch = x.head * heads;
     return x;
 }

@@ -18,7 +18,7 @@ static void *nsa__walk_queries(const nsa__head_job *job, const nsa__tile_iter *i
                                const nsa_tensor *x, int width, int r) {
     const int later = r + NSA__ROWS_AHEAD;
     if (later < it->queries * job->plan->group)
-        nsa__fetch(nsa__query_row(job, it, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+        nsa__fetch(nsa__query_row(job, it, x, later), nsa__row_bytes(x, width));
     return nsa__query_row(job, it, x, r);
 }
 
@@ -26,8 +26,7 @@ static void *nsa__walk_queries(const nsa__head_job *job, const nsa__tile_iter *i
 static void *nsa__walk_keys(const nsa__head_job *job, const nsa_tensor *x, int width, int key,
                             int end) {
     const int later = key + NSA__ROWS_AHEAD;
-    if (later < end)
-        nsa__fetch(nsa__key(job, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+    if (later < end) nsa__fetch(nsa__key(job, x, later), nsa__row_bytes(x, width));
     return nsa__key(job, x, key);
 }
 
@@ -41,7 +40,7 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         for (int r = 0; r < some; r++) {
             if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
-            nsa__fetch(at, (size_t)width * bytes);
+            nsa__fetch(at, nsa__row_bytes(x, width));
         }
     }
 }
@@ -63,7 +62,7 @@ static const void *nsa__walk_packed(const nsa__head_job *job, const nsa__operand
     const nsa__operand *next = later ? &p->v : o;
     if (key < job->keys && (!later || (o == &p->k && (job->v || job->v_t)))) {
         const nsa_tensor *y = nsa__operand_view(job, next);
-        nsa__fetch(nsa__key(job, y, (int)key), (size_t)next->width * nsa__dtype_bytes(y->dtype));
+        nsa__fetch(nsa__key(job, y, (int)key), nsa__row_bytes(y, next->width));
     }
     return r >= 0 && r < job->keys - tile_begin ? nsa__key(job, x, tile_begin + r) : NULL;
 }

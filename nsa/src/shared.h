@@ -58,6 +58,9 @@ static nsa_status nsa__error(int kind, int field) {
 
 static size_t nsa__dtype_bytes(nsa_dtype dtype) {
     switch (dtype) {
+    case NSA_I8:
+    case NSA_F8:
+        return 1;
     case NSA_BF16:
     case NSA_F16:
         return 2;
@@ -111,7 +114,18 @@ static int nsa__rows_disjoint(const nsa_tensor *x, nsa__shape shape, int64_t inn
     return 1;
 }
 
-enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
+enum {
+    NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16,
+    NSA__INTS = 1 << NSA_I32,
+    NSA__SCALED = 1 << NSA_I8 | 1 << NSA_F8,
+    NSA__SCALE_COLUMNS = 128 /* of a row of 8 bits that share a scale */
+};
+
+/* What a row of so many numbers takes. */
+static int64_t nsa__row_elements(nsa_dtype dtype, int64_t width) {
+    if (!(NSA__SCALED >> dtype & 1)) return width;
+    return width + (width + NSA__SCALE_COLUMNS - 1) / NSA__SCALE_COLUMNS * (int64_t)sizeof(float);
+}
 
 /* Checks one view. `dtypes` is a set: bit x stands for dtype x. `writes` 1: the view is an output,
    so its rows must be apart. A stride is not looked at if its axis has one entry. */
@@ -120,8 +134,9 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
         return NSA_OK; /* nothing will be touched */
     if (!x->data) return nsa__error(NSA_ERROR_NULL, field);
-    if ((unsigned)x->dtype > NSA_I32 || !(dtypes >> x->dtype & 1))
+    if ((unsigned)x->dtype > NSA_F8 || !(dtypes >> x->dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, field);
+    shape.width = nsa__row_elements(x->dtype, shape.width);
     if ((uintptr_t)x->data % nsa__dtype_bytes(x->dtype))
         return nsa__error(NSA_ERROR_ALIGNMENT, field);
     int64_t batch = shape.batch > 1 ? x->batch : 0, token = shape.rows > 1 ? x->token : 0;

@@ -20,6 +20,7 @@ typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(2 * NSA__L)));
+typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
@@ -447,7 +448,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
         if (r) from += apart; /* of one row it may be anything */
-#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32
+#if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
             NSA__V reals;
@@ -455,8 +456,18 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
             NSA__OF_F16(reals, numbers);
             NSA__TO(to + j) = reals;
         }
+        for (; dtype == NSA_F8 && j + NSA__L <= n; j += NSA__L) { /* as nsa__from_f8 */
+            NSA__T(eighths) codes;
+            NSA__V reals;
+            memcpy(&codes, from + j, sizeof codes);
+            const NSA__T(halves) code = __builtin_convertvector(codes, NSA__T(halves));
+            const NSA__T(halves) numbers = (code & 0x80) << 8 | (code & 0x7f) << 7 |
+                                           ((NSA__T(halves))((code & 0x7f) == 0x7f) & 0x7c00);
+            NSA__OF_F16(reals, numbers);
+            NSA__TO(to + j) = reals * 256 * NSA__T(splat)(nsa__row_scale(from, n, j));
+        }
 #endif
-        nsa__widen(to + j, dtype, from + j * bytes, n - j);
+        nsa__widen(to, dtype, from, j, n);
     }
 }
 

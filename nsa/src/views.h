@@ -123,7 +123,7 @@ typedef struct nsa__side {
 typedef struct nsa__checked {
     const nsa__side *side;
     const nsa_desc *d;
-    unsigned rows;     /* dtypes of rows */
+    unsigned rows;     /* dtypes of rows; of keys and values alone those with a scale */
     int forward;       /* 0: backward */
     int compressed;    /* keys are compressed blocks */
     int sums;          /* a gradient of a row that tokens, heads or sequences share is the sum */
@@ -161,7 +161,8 @@ static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const
 
 static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
     const unsigned floats = c->side->floats;
-    const unsigned dtypes[] = {c->rows, floats, floats, c->side->reals, NSA__INTS};
+    const unsigned others = v->rows == NSA__OF_KEYS ? 0 : NSA__SCALED;
+    const unsigned dtypes[] = {c->rows & ~others, floats, floats, c->side->reals, NSA__INTS};
     return dtypes[v->as];
 }
 
@@ -173,7 +174,7 @@ static const nsa_tensor *nsa__view_in(const void *of, const nsa__view *v) {
 /* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
    because a tensor that backward does not read is unchecked. */
 static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x) {
-    return side->reals | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & side->floats);
+    return side->reals | ((unsigned)x->dtype > NSA_F8 ? 0 : 1u << x->dtype & side->floats);
 }
 
 /* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
@@ -261,7 +262,8 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
     for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
         const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
         if (list[i].optional && !list[i].x->data) continue;
-        NSA__CHECK(c->side->rows(list[i].x, shape, c->rows, 0, base + list[i].field));
+        NSA__CHECK(c->side->rows(list[i].x, shape, c->rows & ~(unsigned)NSA__SCALED, 0,
+                                 base + list[i].field));
     }
     return NSA_OK;
 }

@@ -64,6 +64,15 @@ static inline double f16_value(uint16_t bits) {
     return sign * ldexp(1024 + mantissa, exponent - 25);
 }
 
+/* OCP's fp8 e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; S.1111.111 is NaN. */
+static inline double e4m3_value(unsigned char bits) {
+    int exponent = (bits >> 3) & 15, mantissa = bits & 7;
+    double sign = bits & 0x80 ? -1 : 1;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    if (exponent == 0) return sign * ldexp(mantissa, -9);
+    return sign * ldexp(8 + mantissa, exponent - 10);
+}
+
 static inline void element_put(nsa_dtype t, void *at, double x) {
     float f = (float)x;
     int32_t i = t == NSA_I32 ? (int32_t)x : 0;
