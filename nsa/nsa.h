@@ -7139,6 +7139,8 @@ enum {
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
+    /* in place: heads of a job that idle threads share, of each; Zen 3, two: dense 16/1/64 1.27 */
+    NSA__PART_ROWS = 8,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
@@ -7440,6 +7442,8 @@ typedef struct nsa__head_job {
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;        /* which of plan->heads, and whose keys */
+    int query_head;           /* the first of its query heads */
+    int parts;                /* tasks that share a job's query heads */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
     nsa__key_layout rows;     /* where K and V lie */
@@ -7841,7 +7845,7 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                             int r) {
     const nsa__attend_plan *p = job->plan;
     return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->head * p->group + r % p->group);
+                    job->query_head + r % p->group);
 }
 
 /* The same of each r in turn; the row NSA__ROWS_AHEAD behind it is prefetched. */
@@ -8227,6 +8231,8 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     int last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->head = head;
+    job->query_head = head * p->group;
+    job->parts = 1;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =
@@ -8610,6 +8616,18 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
+/* Makes `own` the job of some of the query heads, with a plan for so many. Their sums need nothing
+   of the others. */
+static const nsa__head_job *nsa__part_of(nsa__head_job *own, nsa__attend_plan *plan,
+                                         const nsa__head_job *job, int part) {
+    *plan = *job->plan;
+    plan->group /= job->parts;
+    *own = *job;
+    own->plan = plan;
+    own->query_head += part * plan->group;
+    return own;
+}
+
 /* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
@@ -8618,7 +8636,13 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__head_job own;
+    nsa__head_job part, own;
+    nsa__attend_plan plan;
+    if (job->parts > 1) {
+        const int number = (int)(nth % job->parts);
+        nth /= job->parts;
+        job = nsa__part_of(&part, &plan, job, number);
+    }
     if (nth >= nsa__head_tasks(job)) return;
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
@@ -8683,11 +8707,13 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
-   have empty ones. */
+   have empty ones. Where threads would idle, some share a job's query heads, but not for selection,
+   which needs a group's sum, nor where reads are counted. */
 static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team fewer = *team;
     int64_t work = 0, most = 0;
+    int parts = 1;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
@@ -8696,7 +8722,11 @@ static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team)
         jobs[i].heads = n;
     }
     fewer.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    nsa__run(&fewer, n * most, nsa__forward_task, jobs);
+    while (!p->options.select && !p->options.reads && n * most * parts < fewer.threads &&
+           p->group % (2 * parts * NSA__PART_ROWS) == 0)
+        parts *= 2;
+    for (int i = 0; i < n; i++) jobs[i].parts = parts;
+    nsa__run(&fewer, n * most * parts, nsa__forward_task, jobs);
 }
 
 /* Runs the sequences with few queries and the queries that gather, which read keys in place.

@@ -157,6 +157,18 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
+/* Makes `own` the job of some of the query heads, with a plan for so many. Their sums need nothing
+   of the others. */
+static const nsa__head_job *nsa__part_of(nsa__head_job *own, nsa__attend_plan *plan,
+                                         const nsa__head_job *job, int part) {
+    *plan = *job->plan;
+    plan->group /= job->parts;
+    *own = *job;
+    own->plan = plan;
+    own->query_head += part * plan->group;
+    return own;
+}
+
 /* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
@@ -165,7 +177,13 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__head_job own;
+    nsa__head_job part, own;
+    nsa__attend_plan plan;
+    if (job->parts > 1) {
+        const int number = (int)(nth % job->parts);
+        nth /= job->parts;
+        job = nsa__part_of(&part, &plan, job, number);
+    }
     if (nth >= nsa__head_tasks(job)) return;
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
@@ -230,11 +248,13 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
-   have empty ones. */
+   have empty ones. Where threads would idle, some share a job's query heads, but not for selection,
+   which needs a group's sum, nor where reads are counted. */
 static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team fewer = *team;
     int64_t work = 0, most = 0;
+    int parts = 1;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
@@ -243,7 +263,11 @@ static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team)
         jobs[i].heads = n;
     }
     fewer.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    nsa__run(&fewer, n * most, nsa__forward_task, jobs);
+    while (!p->options.select && !p->options.reads && n * most * parts < fewer.threads &&
+           p->group % (2 * parts * NSA__PART_ROWS) == 0)
+        parts *= 2;
+    for (int i = 0; i < n; i++) jobs[i].parts = parts;
+    nsa__run(&fewer, n * most * parts, nsa__forward_task, jobs);
 }
 
 /* Runs the sequences with few queries and the queries that gather, which read keys in place.

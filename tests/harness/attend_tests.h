@@ -885,6 +885,47 @@ static inline void test_more_queries(const branch *br) {
     free(m);
 }
 
+/* One query of many heads, which threads share: bits of one thread. A key, a value and a head have
+   something that is not finite. */
+static inline void test_many_heads(const branch *br, int heads, int block) {
+    enum { KEYS = 2100, D = 16, DV = 24, MOST = 128 };
+    static const int threads[] = {1, 2, 3, 5, 8, 16};
+    nsa_desc d = nsa_desc_default(1, KEYS, heads, 1, D);
+    d.dim_v = DV, d.first = KEYS - 1, d.count = 1, d.window = KEYS;
+    d.cmp_block = d.cmp_stride = 1, d.slc_block = block, d.slc_count = KEYS / block;
+    int32_t lists[KEYS];
+    for (int i = 0; i < KEYS; i++) lists[i] = i;
+    double *q = random_numbers(91, MOST * D, NSA_F32), *k = random_numbers(92, KEYS * D, NSA_F32),
+           *v = random_numbers(93, KEYS * DV, NSA_F32);
+    for (int bad = 0; bad < 4; bad++) {
+        if (bad == 1) q[5] = NAN;
+        if (bad == 2) v[7] = INFINITY;
+        if (bad == 3) k[9] = -INFINITY;
+        nsa_attend x;
+        memset(&x, 0, sizeof x);
+        x.q = many_rows(q, 1, heads, D, 1), x.k = many_rows(k, KEYS, 1, D, 1);
+        x.v = many_rows(v, KEYS, 1, DV, 1);
+        x.blocks = nsa_tensor_bthd(lists, NSA_I32, 1, 1, nsa_block_list_width(&d));
+        nsa_attend first = x;
+        for (int i = 0; i < COUNT(threads); i++) {
+            d.threads = threads[i];
+            check_case("%s, %d heads of one query, blocks of %d, bad %d, %d threads", br->name,
+                       heads, block, bad, d.threads);
+            x.out = many_rows(NULL, 1, heads, DV, 0), x.lse = many_rows(NULL, 1, heads, 1, 0);
+            guarded *w = guarded_new("workspace", br->forward_size(&d), 1);
+            nsa_status s = br->forward(&x, &d, w->data, w->bytes);
+            CHECK_OK("forward", s);
+            if (!i) first = x;
+            CHECK_BITS("out", x.out.data, first.out.data, (size_t)(heads * DV) * sizeof(nsa_real),
+                       sizeof(nsa_real));
+            CHECK_BITS("lse", x.lse.data, first.lse.data, (size_t)heads * sizeof(nsa_real),
+                       sizeof(nsa_real));
+        }
+        guards_free();
+    }
+    free(q), free(k), free(v);
+}
+
 /* V times 4 is out times 4, exactly, and lse is what it was. */
 static inline void test_scaling(const branch *br, const geometry *g, nsa_dtype dtype) {
     nsa_desc d = desc_of(g);
@@ -1324,6 +1365,7 @@ static inline void test_all(const branch *br, amount a) {
         test_one_array(br, shape("D 192 / 128"), dtypes[k]);
     }
     test_more_queries(br);
+    test_many_heads(br, 128, 1), test_many_heads(br, 128, 20), test_many_heads(br, 96, 2);
     test_mixed(br), test_rounded_weights(br), test_absent_isa(br), test_products(br);
     if (br->keys == BRANCH_DENSE || br->keys == BRANCH_WIN) test_ties(br);
     if (br->keys == BRANCH_WIN) test_last_row(br);
