@@ -112,14 +112,16 @@ static void test_rounding(nsa_dtype dtype) {
 /* ---- Attention ---- */
 
 /* Memory of one test, handed out from its start. */
-static _Alignas(64) char room[1 << 26];
+enum { ROOM = 1 << 26 };
+static double memory[ROOM / sizeof(double)];
+static char *const room = (char *)memory;
 static size_t used;
 
 static nsa_tensor take(nsa_dtype dtype, int batch, int tokens, int heads, int width) {
     nsa_tensor x = nsa_tensor_bthd(room + used, dtype, tokens, heads, width);
     size_t bytes = (size_t)x.batch * (size_t)batch * 8;
     used += (bytes + 63) / 64 * 64;
-    if (used > sizeof room) abort();
+    if (used > ROOM) abort();
     memset(x.data, 0, bytes);
     return x;
 }
@@ -169,10 +171,33 @@ static void compare_branches(const nsa_desc *d, nsa_tensor k, nsa_tensor v, nsa_
             CHECK(s == NSA_OK, "call %d: %s %s", call, nsa_status_name(s), nsa_status_where(s));
         }
         const size_t n = (size_t)out[0].batch * (size_t)d->batch;
-        CHECK_BITS("out", out[0].data, out[1].data, n * sizeof(float), d->dim_v * sizeof(float));
+        CHECK_BITS("out", out[0].data, out[1].data, n * sizeof(float), sizeof(float));
         CHECK_BITS("lse", lse[0].data, lse[1].data,
                    (size_t)lse[0].batch * (size_t)d->batch * sizeof(nsa_real), sizeof(nsa_real));
     }
+}
+
+/* The same of scores and lists. */
+static void compare_scores(const nsa_desc *d, nsa_tensor k, nsa_dtype dtype, int batch, int rows) {
+    const int width = nsa_block_list_width(d), count = (int)nsa_slc_count(d, d->tokens);
+    const nsa_tensor k8 = converted(k, dtype, batch, rows, HEADS, d->dim);
+    nsa_tensor keys[] = {k8, converted(k8, NSA_REAL_DTYPE, batch, rows, HEADS, d->dim)};
+    nsa_score x[2];
+    memset(x, 0, sizeof x);
+    for (int wide = 0; wide < 2; wide++) {
+        x[wide].q = random_rows(d->batch, d->tokens, HEADS * GROUP, d->dim, 5);
+        x[wide].k = keys[wide];
+        x[wide].scores = take(NSA_REAL_DTYPE, d->batch, d->tokens, HEADS, count);
+        x[wide].blocks = take(NSA_I32, d->batch, d->tokens, HEADS, width);
+        nsa_status s = nsa_score_blocks(&x[wide], d, workspace, sizeof workspace);
+        CHECK(s == NSA_OK, "scores: %s %s", nsa_status_name(s), nsa_status_where(s));
+    }
+    const size_t scores = (size_t)x[0].scores.batch * (size_t)d->batch,
+                 lists = (size_t)x[0].blocks.batch * (size_t)d->batch;
+    CHECK_BITS("scores", x[0].scores.data, x[1].scores.data, scores * sizeof(nsa_real),
+               sizeof(nsa_real));
+    CHECK_BITS("lists", x[0].blocks.data, x[1].blocks.data, lists * sizeof(int32_t),
+               sizeof(int32_t));
 }
 
 /* Straight, packed and paged rows, of few queries and of many; one key has a NaN. */
@@ -200,6 +225,7 @@ static void test_branches(nsa_dtype dtype, int dim, int dim_v) {
         ((float *)k.data)[k.token * 18 + 3] = NAN;
         ((float *)v.data)[v.token * 9 + 1] = INFINITY;
         compare_branches(&of, k, v, dtype, batch, rows);
+        compare_scores(&of, k, dtype, batch, rows);
     }
 }
 
@@ -246,21 +272,25 @@ static void test_decode(nsa_dtype dtype) {
                               converted(v, dtype, 1, LENGTH, HEADS, DIM), q, gates, dtype);
     nsa_status s = nsa_attention_forward(&all, &d, workspace, sizeof workspace);
     CHECK(s == NSA_OK, "whole: %s %s", nsa_status_name(s), nsa_status_where(s));
-    nsa_cache cache;
+    nsa_cache caches[2]; /* each step goes on in a fork of the other */
     size_t bytes = nsa_cache_size(&d, dtype, 20);
     CHECK(bytes && bytes < nsa_cache_size(&d, NSA_BF16, 20), "%zu bytes", bytes);
-    used += bytes;
-    CHECK(nsa_cache_init(&cache, &d, dtype, 20, room + used - bytes, bytes) == NSA_OK, "init");
+    for (int i = 0; i < 2; i++) {
+        void *held = take(NSA_F64, 1, 1, 1, (int)(bytes / sizeof(double) + 1)).data;
+        CHECK(nsa_cache_init(&caches[i], &d, dtype, 20, held, bytes) == NSA_OK, "init");
+    }
     for (int at = 0, step = 0, more; at < LENGTH; at += more, step++) {
         more = step % 3 == 2 ? 18 : step % 2 ? 2 : 1;
         more = more < LENGTH - at ? more : LENGTH - at;
         const size_t mark = used;
+        nsa_cache *cache = &caches[step % 2];
+        CHECK(nsa_cache_fork(cache, 0, &caches[!(step % 2)], 0, at) == NSA_OK, "fork at %d", at);
         nsa_attention x = chain(&d, from_row(k, at), from_row(v, at), from_row(q, at),
                                 from_row(gates, at), NSA_F32);
         for (int again = 0; again < 2; again++) {
-            s = nsa_decode(&x, &cache, more, NULL, NULL, workspace, sizeof workspace);
+            s = nsa_decode(&x, cache, more, NULL, NULL, workspace, sizeof workspace);
             CHECK(s == NSA_OK, "decode: %s %s", nsa_status_name(s), nsa_status_where(s));
-            if (!again) CHECK(nsa_cache_rewind(&cache, 0, at) == NSA_OK, "rewind to %d", at);
+            if (!again) CHECK(nsa_cache_rewind(cache, 0, at) == NSA_OK, "rewind to %d", at);
         }
         CHECK_BITS("out", x.out.data, from_row(all.out, at).data,
                    (size_t)(x.out.token * more) * sizeof(float), DIM * sizeof(float));
@@ -269,7 +299,8 @@ static void test_decode(nsa_dtype dtype) {
         used = mark;
     }
     const size_t compressed = (size_t)all.k_cmp.out.token * (size_t)nsa_cmp_count(&d, LENGTH);
-    CHECK_BITS("k_cmp", cache.k_cmp.data, all.k_cmp.out.data, compressed, 1);
+    const int last = caches[1].lengths[0] == LENGTH;
+    CHECK_BITS("k_cmp", caches[last].k_cmp.data, all.k_cmp.out.data, compressed, 1);
 }
 
 /* ---- What is refused ---- */
@@ -322,7 +353,7 @@ static void test_refusals(nsa_dtype dtype) {
     phi.phi = NSA_PHI_CONV, phi.dim = 16, phi.x = phi.w1 = phi.out = k8;
     refused(nsa_compress_forward(&phi, &d, workspace, sizeof workspace), NSA_ERROR_DTYPE, "w1");
     nsa_cache cache;
-    refused(nsa_cache_init(&cache, &d, NSA_I32, 1, room, sizeof room), NSA_ERROR_DTYPE, "cache");
+    refused(nsa_cache_init(&cache, &d, NSA_I32, 1, room, ROOM), NSA_ERROR_DTYPE, "cache");
 }
 
 int main(void) {

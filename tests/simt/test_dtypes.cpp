@@ -1,7 +1,7 @@
-/* test_real.cpp: kernels beside an nsa.h whose own numbers are double: sums, lse and the gradients
-   of lse are f32 on CUDA whatever NSA_REAL is, and f64 is refused by name.
-   Twin: the tests of the CPU with NSA_REAL=double. Not here: results; merge stands for all, because
-   one table says which views are lse (nsa/src/views.h). */
+/* test_dtypes.cpp: which dtypes CUDA takes, beside an nsa.h whose own numbers are double: sums, lse
+   and the gradients of lse are f32 whatever NSA_REAL is; f64 and rows of 8 bits are refused by name.
+   Twin: the tests of the CPU with NSA_REAL=double, test_convert_rows.c. Not here: results; merge
+   stands for all, because one table says which views are lse (nsa/src/views.h). */
 #define NSA_REAL double
 #define NSA_CUDA_IMPLEMENTATION
 #include "nsa_cuda.cuh"
@@ -41,16 +41,30 @@ static nsa_status merge(nsa_dtype rows, nsa_dtype lse, std::vector<float> *mean,
     return s;
 }
 
+static void refused(nsa_status s, const char *where) {
+    EXPECT_EQUAL(nsa_status_kind(s), NSA_ERROR_DTYPE);
+    EXPECT(!strcmp(nsa_status_where(s), where));
+}
+
+static void test_rows_of_8_bits(nsa_dtype dtype) {
+    views q, k, k8, lse;
+    nsa_desc d = nsa_desc_default(1, tokens, heads, heads, width);
+    nsa_attend x = {};
+    x.q = x.out = q.of(NSA_F32, width);
+    x.k = x.v = k.of(NSA_F32, width);
+    x.lse = lse.of(NSA_F32, 1);
+    x.k = k8.of(dtype, width);
+    refused(nsa_cuda_attend_win_forward(&x, &d, nullptr, 0, nullptr), "k");
+}
+
 int main() {
     std::vector<float> mean, sum;
     EXPECT_EQUAL(merge(NSA_F32, NSA_F32, &mean, &sum), NSA_OK);
     for (float x : mean) EXPECT_EQUAL(x, 3);
     for (float x : sum) EXPECT(x > 1.693147f && x < 1.693148f);
-    nsa_status s = merge(NSA_F64, NSA_F32, &mean, &sum);
-    EXPECT_EQUAL(nsa_status_kind(s), NSA_ERROR_DTYPE);
-    EXPECT(!strcmp(nsa_status_where(s), "out"));
-    s = merge(NSA_F32, NSA_F64, &mean, &sum);
-    EXPECT_EQUAL(nsa_status_kind(s), NSA_ERROR_DTYPE);
-    EXPECT(!strcmp(nsa_status_where(s), "lse"));
-    return expect_result("test_real");
+    refused(merge(NSA_F64, NSA_F32, &mean, &sum), "out");
+    refused(merge(NSA_F32, NSA_F64, &mean, &sum), "lse");
+    test_rows_of_8_bits(NSA_I8);
+    test_rows_of_8_bits(NSA_F8);
+    return expect_result("test_dtypes");
 }
