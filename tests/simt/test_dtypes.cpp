@@ -1,7 +1,8 @@
 /* test_dtypes.cpp: which dtypes CUDA takes, beside an nsa.h whose own numbers are double: sums, lse
-   and the gradients of lse are f32 whatever NSA_REAL is; f64 and rows of 8 bits are refused by name.
-   Twin: the tests of the CPU with NSA_REAL=double, test_convert_rows.c. Not here: results; merge
-   stands for all, because one table says which views are lse (nsa/src/views.h). */
+   and the gradients of lse are f32 whatever NSA_REAL is; f64 and rows of 8 bits are refused by
+   name.
+   Twin: the tests of the CPU with NSA_REAL=double, test_convert_rows.c.
+   Not here: results; merge stands for all, because one table says which views are lse (views.h). */
 #define NSA_REAL double
 #define NSA_CUDA_IMPLEMENTATION
 #include "nsa_cuda.cuh"
