@@ -112,11 +112,17 @@ static void time_rounds(decoding *c, result *results) {
     }
 }
 
+/* Bytes of a row. */
+static double row_bytes(nsa_dtype dtype, int width) {
+    const double each = dtype == NSA_F32 ? 4 : dtype == NSA_BF16 || dtype == NSA_F16 ? 2 : 1;
+    return each * (double)nsa_tensor_bthd(NULL, dtype, 1, 1, width).token;
+}
+
 /* One row: ms, bytes and operations are those of one token of one sequence. No step is faster than
    its bytes or its operations allow; `bound` is what bytes alone allow over dense. */
 static void write_row(report *r, const decoding *c, method m, const result *got, machine on) {
     const nsa_desc *d = &c->p.d;
-    double key = (c->p.dtype == NSA_F32 ? 4 : 2) * (double)(d->dim + d->dim_v);
+    double key = row_bytes(c->kept, d->dim) + row_bytes(c->kept, d->dim_v);
     double keys = m == NSA_STEP ? keys_counted(c) : keys_of(c, m), bytes = key * keys;
     double flops = 2.0 * (d->dim + d->dim_v) * keys * d->heads / d->kv_heads;
     double took = got->step.median / d->batch, by_bytes = bytes / on.memory,
@@ -126,8 +132,8 @@ static void write_row(report *r, const decoding *c, method m, const result *got,
         "%-12s %-4s %2d/%d x %d, %6d tokens x %2d, %d threads: %8.4f ms a token, %5.2f times its "
         "bound; %5.2f x dense, bytes allow %5.2f; GB/s %.1f of %.1f, GFLOP/s %.0f of %.0f; "
         "spread %.0f %%\n",
-        method_names[m], dtype_names[c->p.dtype], d->heads, d->kv_heads, d->dim, d->tokens,
-        d->batch, d->threads, 1e3 * took, took / least, got->over_dense, bound, 1e-9 * bytes / took,
+        method_names[m], dtype_names[c->kept], d->heads, d->kv_heads, d->dim, d->tokens, d->batch,
+        d->threads, 1e3 * took, took / least, got->over_dense, bound, 1e-9 * bytes / took,
         1e-9 * on.memory, 1e-9 * flops / took, 1e-9 * on.flops, 100 * got->step.spread);
     fflush(stdout);
     if (!r->json) return;
@@ -136,7 +142,7 @@ static void write_row(report *r, const decoding *c, method m, const result *got,
     fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"dim_v\": %d, \"tokens\": %d, ", d->kv_heads,
             d->dim, d->dim_v, d->tokens);
     fprintf(r->json, "\"batch\": %d, \"threads\": %d, \"dtype\": \"%s\", \"ms\": %.4g, ", d->batch,
-            d->threads, dtype_names[c->p.dtype], 1e3 * took);
+            d->threads, dtype_names[c->kept], 1e3 * took);
     fprintf(r->json, "\"spread\": %.2g, \"bytes\": %.0f, \"bytes_by_formula\": %.0f, ",
             got->step.spread, bytes, key * keys_of(c, m));
     fprintf(r->json, "\"gb_s\": %.3g, \"memory_gb_s\": %.3g, \"gflops\": %.3g, ",
@@ -209,7 +215,7 @@ static const option own[] = {
     {.flag = "--dtype",
      .kind = OPTION_WORD,
      .offset = offsetof(options, dtype),
-     .words = DTYPE_WORDS,
+     .words = DTYPE_WORDS "|i8|f8",
      .initial = "f32",
      .help = "of the rows that are kept"},
     {.flag = "--json",
@@ -237,7 +243,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "bench_decode: --batch and --threads have no effect without --shape\n");
         return 2;
     }
-    nsa_dtype dtype = (nsa_dtype)given.dtype;
+    nsa_dtype dtype =
+        (nsa_dtype)(given.dtype > NSA_F16 ? NSA_I8 + given.dtype - NSA_F16 - 1 : given.dtype);
     report r = {command_json(command.name, given.json), 0};
     if (r.json) report_origin(r.json);
     if (r.json) fprintf(r.json, "  \"rows\": [");

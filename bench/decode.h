@@ -17,6 +17,7 @@ typedef struct decoding {
     problem
         p; /* owns the memory; d.batch sequences of d.tokens, of which the step appends the last */
     nsa_cache cache;
+    nsa_dtype kept; /* of the cache; p's is f32 where that is of 8 bits */
     nsa_attention x;
     nsa_attend over[METHODS]; /* the cache's keys; not of NSA_STEP */
     nsa_desc desc[METHODS];
@@ -32,15 +33,31 @@ static nsa_tensor new_rows(decoding *c, int heads, int width, uint64_t seed) {
     return t;
 }
 
+/* Fills the cache's rows of 8 bits with one random row. */
+static void convert_rows(decoding *c) {
+    const nsa_desc *d = &c->p.d;
+    nsa_cache *cache = &c->cache;
+    nsa_tensor *parts[] = {&cache->k_slc, &cache->k_win, &cache->k_raw, &cache->k_cmp,
+                           &cache->v_slc, &cache->v_win, &cache->v_raw, &cache->v_cmp};
+    for (int i = 0; i < 8; i++) {
+        const int width = i < 4 ? d->dim : d->dim_v;
+        nsa_tensor row = take(&c->p, 1, 1, width, 7);
+        row.batch = row.token = row.head = 0;
+        nsa_convert_rows(&row, parts[i], d->batch, (int)(parts[i]->batch / parts[i]->token),
+                         d->kv_heads, width);
+    }
+}
+
 static void fill_cache(decoding *c, int max_rewind) {
     const nsa_desc *d = &c->p.d;
-    size_t bytes = nsa_cache_size(d, c->p.dtype, max_rewind);
+    size_t bytes = nsa_cache_size(d, c->kept, max_rewind);
     int rows = (int)(bytes / (c->p.dtype == NSA_F32 ? 256 : 128)) + 1; /* of 64 numbers */
     void *memory = take(&c->p, rows, 1, 64, 7).data;
-    if (!bytes || nsa_cache_init(&c->cache, d, c->p.dtype, max_rewind, memory, bytes) != NSA_OK) {
+    if (!bytes || nsa_cache_init(&c->cache, d, c->kept, max_rewind, memory, bytes) != NSA_OK) {
         fprintf(stderr, "bench: no cache of %d x %d tokens\n", d->batch, d->tokens);
         exit(1);
     }
+    if (c->kept != c->p.dtype) convert_rows(c);
     for (int b = 0; b < d->batch; b++) c->cache.lengths[b] = c->cache.newest[b] = d->tokens - 1;
 }
 
@@ -108,7 +125,8 @@ static size_t sparse_make(decoding *c) {
 
 static void decoding_make(decoding *c, nsa_dtype dtype, const shape *s, int batch, int threads) {
     memset(c, 0, sizeof *c);
-    c->p.dtype = dtype;
+    c->kept = dtype;
+    c->p.dtype = dtype == NSA_I8 || dtype == NSA_F8 ? NSA_F32 : dtype;
     nsa_desc *d = &c->p.d;
     *d = nsa_desc_default(batch, s->tokens, s->heads, s->kv_heads, s->dim);
     if (s->dim_v) d->dim_v = s->dim_v;

@@ -46,9 +46,9 @@ typedef struct problem {
     int owns;
 } problem;
 
-static const char *const dtype_names[] = {"f32", "bf16", "f16"};
+static const char *const dtype_names[] = {"f32", "bf16", "f16", "f64", "i32", "i8", "f8"};
 
-/* The same, as a command line has them. */
+/* Those of all tensors, as a command line has them. */
 #define DTYPE_WORDS "f32|bf16|f16"
 
 static nsa_tensor take_as(problem *p, nsa_dtype dtype, int rows, int heads, int width,
