@@ -32,5 +32,6 @@ export OMP_WAIT_POLICY=passive TRANSFORMERS=1 HF_HUB_OFFLINE=1 HF_HOME=$dir/hugg
 "$python" use_transformers.py "$build/bin/train_tiny" "$build/bin/convert"
 "$python" import_models.py "$build/bin/convert" "$build/bin/logits" "$build/bin/inspect"
 [ "${3:-newest}" = oldest ] || "$python" rope.py
+[ "${3:-newest}" = oldest ] || "$python" family.py
 "$python" -c 'import convert, sys; sys.exit(convert.main())' "$build/bin/train_tiny" "$build/bin/convert" \
     "$build/bin/logits" "$build/bin/generate" "$build/bin/inspect"
