@@ -443,11 +443,12 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
-    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype), apart = x->token * bytes;
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
+    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0; /* of one row it may be anything */
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
-        if (r) from += apart; /* of one row it may be anything */
+        if (r) from += apart;
 #if defined(NSA__OF_F16) && NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) || __GNUC__ > 8)
         for (; dtype == NSA_F16 && j + NSA__L <= n; j += NSA__L) {
             NSA__T(halves) numbers;
