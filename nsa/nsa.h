@@ -2294,7 +2294,7 @@ NSA_API const char *nsa_status_where(nsa_status s) {
         NSA__COMPRESS_FIELDS(NSA__K_CMP_NAME), NSA__COMPRESS_FIELDS(NSA__V_CMP_NAME)};
     const int field = s >> 8, id = field & ~NSA__GRADIENT;
     if ((size_t)id >= sizeof names / sizeof *names) return "";
-    return names[id] + (id == field ? strlen("dx.") : 0);
+    return names[id] + (id == field ? sizeof("dx.") - 1 : 0);
 }
 
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim) {
@@ -2548,7 +2548,7 @@ static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_sh
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {
     const nsa__shape shape = {batch, tokens, heads, width};
-    const unsigned dtypes = NSA__TENSORS | NSA__SCALED;
+    const unsigned dtypes = (unsigned)NSA__TENSORS | NSA__SCALED;
     nsa_real row[NSA__MAX_DIM];
     if (!x || !out) return nsa__error(NSA_ERROR_NULL, x ? NSA__AT_out : NSA__AT_x);
     if (batch < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_batch);
@@ -10565,7 +10565,7 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
     NSA__CHECK(nsa__check_decodes(d));
-    if ((unsigned)dtype > NSA_F8 || !((NSA__TENSORS | NSA__SCALED) >> dtype & 1))
+    if ((unsigned)dtype > NSA_F8 || !(((unsigned)NSA__TENSORS | NSA__SCALED) >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
 }

@@ -99,7 +99,7 @@ NSA_API const char *nsa_status_where(nsa_status s) {
         NSA__COMPRESS_FIELDS(NSA__K_CMP_NAME), NSA__COMPRESS_FIELDS(NSA__V_CMP_NAME)};
     const int field = s >> 8, id = field & ~NSA__GRADIENT;
     if ((size_t)id >= sizeof names / sizeof *names) return "";
-    return names[id] + (id == field ? strlen("dx.") : 0);
+    return names[id] + (id == field ? sizeof("dx.") - 1 : 0);
 }
 
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim) {
@@ -353,7 +353,7 @@ static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_sh
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {
     const nsa__shape shape = {batch, tokens, heads, width};
-    const unsigned dtypes = NSA__TENSORS | NSA__SCALED;
+    const unsigned dtypes = (unsigned)NSA__TENSORS | NSA__SCALED;
     nsa_real row[NSA__MAX_DIM];
     if (!x || !out) return nsa__error(NSA_ERROR_NULL, x ? NSA__AT_out : NSA__AT_x);
     if (batch < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_batch);

@@ -18,7 +18,7 @@
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
     NSA__CHECK(nsa__check_decodes(d));
-    if ((unsigned)dtype > NSA_F8 || !((NSA__TENSORS | NSA__SCALED) >> dtype & 1))
+    if ((unsigned)dtype > NSA_F8 || !(((unsigned)NSA__TENSORS | NSA__SCALED) >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
 }
