@@ -830,6 +830,21 @@ class Whole(unittest.TestCase):
                 cache.rewind(1, first + 1)
             self.assertEqual(caught.exception.kind, nsa.Error.REWIND)
 
+    def test_caches_of_8_bits(self):
+        p = Problem()
+        gates = rows(p.B, p.T, p.H, 3)
+        x, full = whole(p, p.q, p.k, p.v, gates)
+        nsa.attention_forward(x, p.desc)
+        for dtype, off in (("i8", 0.1), ("f8", 0.5)):
+            cache, first = nsa.Cache(p.desc, dtype, max_rewind=30), 0
+            for count in (31, 1, 20):
+                some = slice(first, first + count)
+                step, room = whole(p, *(np.ascontiguousarray(a[:, some]) for a in (p.q, p.k, p.v, gates)))
+                cache.decode(step, count)
+                apart = np.abs(room["out_win"] - full["out_win"][:, some]).max()
+                self.assertTrue(0 < apart < off, (dtype, apart))
+                first += count
+
     def test_the_wholes_gradient(self):
         p = Problem(tokens=40, dtype=np.float64)
         gates = rows(p.B, p.T, p.H, 3, dtype=np.float64)

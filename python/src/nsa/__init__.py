@@ -163,7 +163,7 @@ class Cache:
         try:
             kind = Dtype[dtype.upper()] if isinstance(dtype, str) else Dtype(dtype)
         except (KeyError, ValueError):
-            raise refused("DTYPE", "dtype", f"{dtype!r}, must be of f32, bf16, f16, f64") from None
+            raise refused("DTYPE", "dtype", f"{dtype!r}, must be of f32, bf16, f16, f64, i8, f8") from None
         self._lib: Library = library(kind == Dtype.F64)
         self.struct = _Cache()
         size = self._lib.nsa_cache_size(ctypes.byref(desc), kind, max_rewind)
