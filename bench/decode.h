@@ -43,8 +43,11 @@ static void convert_rows(decoding *c) {
         const int width = i < 4 ? d->dim : d->dim_v;
         nsa_tensor row = take(&c->p, 1, 1, width, 7);
         row.batch = row.token = row.head = 0;
-        nsa_convert_rows(&row, parts[i], d->batch, (int)(parts[i]->batch / parts[i]->token),
-                         d->kv_heads, width);
+        const int rows = (int)(parts[i]->batch / parts[i]->token);
+        if (nsa_convert_rows(&row, parts[i], d->batch, rows, d->kv_heads, width) == NSA_OK)
+            continue;
+        fprintf(stderr, "bench: rows of a cache are refused\n");
+        exit(1);
     }
 }
 
