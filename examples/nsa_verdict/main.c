@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "base/fallback.h"
 #include "base/files.h"
 #include "base/json_file.h"
 #include "base/lines.h"
@@ -252,9 +253,29 @@ static void judge_gates(run *r) {
               "of %.0f layers collapsed, of %.0f shut, at the last step", collapsed, shut);
 }
 
+static void keep_last(void *user, const double *values) {
+    memcpy(user, values, (FALLBACKS + 1) * sizeof *values);
+}
+
+/* Which they were, as the last step's row has them. */
+static void judge_fallbacks(run *r) {
+    double total = number(r, "total_fallbacks"), last[FALLBACKS + 1] = {0};
+    char which[FAULT_BYTES] = "";
+    fault unused;
+    csv_read(r->folder, "fallback_counters.csv", FALLBACKS + 2, keep_last, last, &unused);
+    for (int i = 0; i < FALLBACKS; i++) {
+        size_t used = strlen(which);
+        if (last[i + 1] > 0)
+            snprintf(which + used, sizeof which - used, ", %s %.0f", fallback_name((fallback)i),
+                     last[i + 1]);
+    }
+    judge(r, "fallbacks", total < FALLBACKS_BELOW, "%.0f (below %g)%s", total, FALLBACKS_BELOW,
+          which);
+}
+
 static void judge_figures(run *r) {
     double memory = number(r, "peak_memory_mib") * 1048576 / 1e9;
-    double rate = number(r, "toks_per_s_p50"), fallbacks = number(r, "total_fallbacks");
+    double rate = number(r, "toks_per_s_p50");
     double pct = number(r, "sel_pct_at_max");
     const char *attention =
         json_string_value(json_object_get(json_object_get(r->env, "config"), "model.attention"));
@@ -269,9 +290,7 @@ static void judge_figures(run *r) {
     else
         judge(r, "pct_at_max", pct < PCT_AT_MAX, "%.4f at most (below %g)", pct, PCT_AT_MAX);
     judge_gates(r);
-    judge(r, "fallbacks", fallbacks < FALLBACKS_BELOW,
-          "%.0f (below %g; no operation of this version has a slower path to fall back to)",
-          fallbacks, FALLBACKS_BELOW);
+    judge_fallbacks(r);
 }
 
 /* ---- The checkpoint ---- */

@@ -4,6 +4,7 @@
    formulas. */
 #include <stdlib.h>
 
+#include "base/fallback.h"
 #include "model/optimizer.h"
 #include "model_test.h"
 #include "ops/cuda/ops_cuda.h"
@@ -566,6 +567,12 @@ static double distance(const real *a, const real *b) {
     return sqrt(sum);
 }
 
+#ifdef NSA_SIMT
+enum { WITHOUT_WGMMA = 1 }; /* the executor is an sm_90 with kernels for others */
+#else
+enum { WITHOUT_WGMMA = 0 };
+#endif
+
 /* In 16 bits both back ends round; the device's may not be much further from f32 than the CPU's,
    which computes in f32 and rounds what it stores. All blocks are selected, so that none is by
    rounding. */
@@ -577,7 +584,11 @@ static void test_narrow(model_config c, nsa_dtype dtype, const ops *cpu) {
     ops_cpu_narrow(&half, dtype);
     if (!CHECK(ops_cuda_open(&cuda, dtype, &why), "%s", why.text)) return;
     real *want = gradients(&c, cpu, &loss[0]), *cpu_half = gradients(&c, &half, &loss[1]);
+    fallback_restore(FALLBACK_CUDA_MAINLOOP, 0);
     real *cuda_half = gradients(&c, &cuda, &loss[2]);
+    CHECK(fallback_count(FALLBACK_CUDA_MAINLOOP) == WITHOUT_WGMMA * 2 * c.n_layers,
+          "attention without wgmma, forward and backward of each layer: %lld",
+          (long long)fallback_count(FALLBACK_CUDA_MAINLOOP));
     double allowed = 3 * distance(want, cpu_half), found = distance(want, cuda_half);
     CHECK(found <= allowed, "gradients %.3g from f32, allowed %.3g", found, allowed);
     CHECK(fabs(loss[2] - loss[0]) <= (dtype == NSA_BF16 ? 0x1p-8 : 0x1p-11) * loss[0],
@@ -664,6 +675,7 @@ int main(int argc, char **argv) {
     test_model("window and cmp+slc", &c, NULL, CHECKPOINT_LAYERS, &cpu, &cuda);
     CHECK(phase_get(&phase_layer) == PHASE_OPT && phase_layer == -1, "the device says where it is");
     ops_cuda_close(&cuda);
+    CHECK(fallback_total() == 0, "f32 has no slower path");
     c = small(NSA_PHI_MLP);
     test_narrow(c, NSA_BF16, &cpu);
     test_narrow(c, NSA_F16, &cpu);

@@ -20,7 +20,8 @@ FIELDS = """ts iso pid rank step msg phase layer gpu_mem_alloc gpu_mem_reserved 
 gate_entropy_mean gate_max_gate gate_collapse_frac gate_sum_mean gate_layers_collapsed gate_layers_shut
 gate_branch_shares sel_k_mean sel_k_max sel_rows
 sel_pct_at_max fb_selection_triton_fails fb_selection_cuda_fails fb_selection_pack_fails
-fb_selection_mask_fails fb_compressed_fa2_fails fb_sliding_fa2_fails fb_total_fallbacks""".split()
+fb_selection_mask_fails fb_compressed_fa2_fails fb_sliding_fa2_fails fb_half_product_fails
+fb_cuda_mainloop_fails fb_data_source_fails fb_total_fallbacks""".split()
 
 
 def train(*arguments, **environment):

@@ -3,6 +3,7 @@
    sample.c. The derivatives are checked through the model in test_model_gradients.c. */
 #include <stdlib.h>
 
+#include "base/fallback.h"
 #include "base/threads.h"
 #include "model_test.h"
 #include "ops/gemm.h"
@@ -496,6 +497,13 @@ static void test_reasons(void) {
     CHECK(!o.missing == (gemm_bf16_built() || !units), "only what would help is missing");
     ops_cpu_narrow(&o, NSA_F16);
     CHECK(strstr(o.speed, "multiplies f16"), "%s", o.speed);
+    fallback_restore(FALLBACK_HALF_PRODUCT, 0);
+    uint16_t x[4] = {0}, y[4];
+    real dw[4] = {0};
+    o.linear_forward(&o, y, x, x, NULL, 2, 2, 2);
+    o.linear_backward_input(&o, y, x, x, 2, 2, 2);
+    o.linear_backward_weight(&o, dw, x, x, 2, 2, 2);
+    CHECK(fallback_count(FALLBACK_HALF_PRODUCT) == 3, "each product as f32 counts");
     ops_cpu_close(&o);
 }
 

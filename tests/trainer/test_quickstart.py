@@ -67,6 +67,10 @@ def test_no_root():
     place("id", "cmake", "cc", "make", "apt-get", "dpkg-query")
     said = run(*SMALL)
     check("As root: apt-get install gcc" in said and "loss" in said, said)
+    libraries = set(re.findall(r"\b[\w-]+-dev\b", (source / "cmake/NsaParts.cmake").read_text()))
+    libraries -= {"libomp-dev", "libopenmpi-dev"}  # for clang, for several processes
+    asked = said.split("As root: apt-get install ")[1].split("\n")[0].split()
+    check(len(libraries) > 8 and libraries <= set(asked), "what a run would be slower or lack without", libraries, asked)
     for name in ("train_tiny", "generate", "inspect", "convert", "shards", "nsa_verdict"):
         check((folder / "build/quickstart/bin" / name).exists(), name, "is not where the pages call it")
     check(not (folder / "asked").exists(), "apt-get was called without a way to be root")

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include "base/fallback.h"
 #include "data_test.h"
 
 /* ---- Streams ---- */
@@ -385,6 +386,7 @@ static void test_timeout(void) {
     d = data_open(&o, &why);
     if (CHECK(d != NULL, "synthetic on fail: %s", why.text)) {
         CHECK(data_next(d, &b, &why), "synthetic batch: %s", why.text);
+        CHECK(fallback_count(FALLBACK_DATA_SOURCE) == 1, "a batch was made up");
         CHECK(data_statistics(d).synthetic_from == 0, "said where it begins");
         CHECK(data_val_batches(d) == VAL, "synthetic validation");
     }

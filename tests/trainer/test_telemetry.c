@@ -489,15 +489,17 @@ static void test_counters(void) {
     fallback_add(FALLBACK_SELECTION_PACK);
     fallback_add(FALLBACK_SELECTION_PACK);
     fallback_add(FALLBACK_SLIDING_FA2);
+    for (int i = 0; i < 4; i++) fallback_add(FALLBACK_DATA_SOURCE);
     do_step(t, 2);
     CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
     expect_csv("counters/fallback_counters.csv",
                "step,selection_triton_fails,selection_cuda_fails,selection_pack_fails,"
-               "selection_mask_fails,compressed_fa2_fails,sliding_fa2_fails,total_fallbacks\n"
-               "1,0,0,0,0,0,0,0\n2,0,0,2,0,0,1,3\n");
+               "selection_mask_fails,compressed_fa2_fails,sliding_fa2_fails,half_product_fails,"
+               "cuda_mainloop_fails,data_source_fails,total_fallbacks\n"
+               "1,0,0,0,0,0,0,0,0,0,0\n2,0,0,2,0,0,1,0,0,4,7\n");
     char *beats = test_read(test_path("counters/heartbeat_rank0.jsonl"), &bytes);
     CHECK(strstr(beats, "\"fb_selection_pack_fails\":2") &&
-              strstr(beats, "\"fb_total_fallbacks\":3"),
+              strstr(beats, "\"fb_total_fallbacks\":7"),
           "%s", beats);
     CHECK(strstr(beats, "\"gpu_mem_alloc\":3.0,\"gpu_mem_reserved\":5.0"), "%s", beats);
     free(beats);
@@ -505,7 +507,7 @@ static void test_counters(void) {
     t = open_run(2, true);
     CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
     json_t *m = read_metrics(test_path("counters"));
-    CHECK(metric(m, "total_fallbacks") == 3 && metric(m, "loss_last") == 5.8 &&
+    CHECK(metric(m, "total_fallbacks") == 7 && metric(m, "loss_last") == 5.8 &&
               metric(m, "toks_per_s_p50") == 4000,
           "a resumed run that has nothing to do tells of the steps before");
     json_decref(m);

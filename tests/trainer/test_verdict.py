@@ -67,6 +67,7 @@ corpus = runs.text()
 sound, _, _ = runs.train("sound", "--data", corpus, "--steps", 8, "--eval-every", 4)
 
 said, artefacts = verdict(sound, 0)
+check(said["fallbacks"][1] == "0 (below 10)", said)
 check(len(artefacts) == 17, artefacts)
 for name, (_, size) in artefacts.items():
     path = sound / name
@@ -90,6 +91,23 @@ only(changed("failed", with_metrics(verdict="failed: why")), "exit", "failed: wh
 only(changed("halted", lambda out: (out / ".HALT").write_text("nan\n")), "exit", ".HALT")
 only(changed("fewer", with_metrics(steps_done=7)), ("steps", "rows", "checkpoint"), "7 of 8")
 only(changed("more", with_metrics(steps=9)), "steps", "8 of 9")
+
+
+# Slower paths, as real runs meet them: a product of 16 bits without units, a reader without its library.
+out, _, _ = runs.train("as_f32", "--data", corpus, "--steps", 8, "--precision", "bf16", "--eval-every", 4,
+                       ONEDNN_MAX_CPU_ISA="AVX2")
+rows = (out / "fallback_counters.csv").read_text().splitlines()
+count = int(rows[-1].split(",")[-1])
+each = count - int(rows[-2].split(",")[-1])
+check(each >= 10 and rows[0].split(",")[7] == "half_product_fails" and rows[-1].split(",")[7] == str(count), rows)
+only(out, "fallbacks", f"{count} (below 10), half_product_fails {count}")
+unread = runs.root / "unread.txt.gz"
+unread.write_bytes(b"\x1f\x8b\x08 whatever")
+for steps in (8, 12):
+    out, _, _ = runs.train(f"unread{steps}", "--data", unread, "--steps", steps, "--synthetic-on-fail",
+                           "--eval-every", 4)
+    said, _ = verdict(out, 1)  # for its data, too
+    check(said["fallbacks"] == (steps < 10, f"{steps} (below 10), data_source_fails {steps}"), said)
 
 
 # What it learnt, and from what.

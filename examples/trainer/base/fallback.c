@@ -25,6 +25,7 @@ const char *fallback_name(fallback kind) {
     static const char *const names[FALLBACKS] = {
         "selection_triton_fails", "selection_cuda_fails", "selection_pack_fails",
         "selection_mask_fails",   "compressed_fa2_fails", "sliding_fa2_fails",
+        "half_product_fails",     "cuda_mainloop_fails",  "data_source_fails",
     };
     return names[kind];
 }

@@ -1,6 +1,7 @@
 /* fallback.h - counts of the times that a slower path took the place of the one that was meant.
-   Twin: fallback.c. Whoever adds such a path counts here, in the line that takes it. There is
-   none now: an operation that cannot be done ends the run, so a default run's counts are zero. */
+   Twin: fallback.c. Whoever takes such a path counts here, in the line that takes it; a default run
+   takes none. Not here: what ends a run. The first six are of trainers that choose between kernels
+   while they run: this one does not, and their columns stay 0. */
 #ifndef FALLBACK_H
 #define FALLBACK_H
 
@@ -13,6 +14,9 @@ typedef enum fallback {
     FALLBACK_SELECTION_MASK,
     FALLBACK_COMPRESSED_FA2,
     FALLBACK_SLIDING_FA2,
+    FALLBACK_HALF_PRODUCT,  /* a product of 16 bits that the CPU computes as f32 */
+    FALLBACK_CUDA_MAINLOOP, /* attention on sm_90 by code that was compiled without wgmma */
+    FALLBACK_DATA_SOURCE,   /* a batch made up for a source that failed */
     FALLBACKS
 } fallback;
 

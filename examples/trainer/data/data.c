@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/fallback.h"
 #include "base/signals.h"
 #include "data/source.h"
 
@@ -451,6 +452,7 @@ static slot *take_slot(data *d, fault *f) {
 
 static slot *make_slot(data *d, fault *f) {
     data_position next = d->last;
+    fallback_add(FALLBACK_DATA_SOURCE);
     if (!fill_training(d, d->standby, d->next_sample, &d->spare, f)) return NULL;
     next.sample = d->spare.batch.next.sample;
     d->spare.batch.next = next; /* a resume may find the source well again */

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/fallback.h"
+
 enum { IN = 1, OUT = 2 };
 
 typedef struct operand {
@@ -167,7 +169,7 @@ static void half_rmsnorm_backward(const ops *o, void *dx, real *dw, const void *
 static bool by_units(const ops *o, gemm_form form, int64_t m, int n, int64_t k, const void *a,
                      const void *b, void *c, bool c_is_f32, bool add) {
     cpu_state *s = o->state;
-    if (!s->bf16) return false;
+    if (!s->bf16) return fallback_add(FALLBACK_HALF_PRODUCT), false;
     if (!gemm_bf16_multiply(s->bf16, form, (int)m, n, (int)k, a, b, c, c_is_f32, add) &&
         !s->failed) {
         s->failed = true;

@@ -5,6 +5,7 @@
 #include "nsa_cuda.cuh"
 
 extern "C" {
+#include "base/fallback.h"
 #include "ops/ops.h"
 }
 #include "ops/cuda/ops_cuda.h"
@@ -34,6 +35,7 @@ struct cuda_state {
     cudaEvent_t arrived[POSTS];
     int posted, fetched; /* so far, modulo POSTS */
     int64_t allocated;   /* bytes, ever: a run releases nothing before its end */
+    bool without_wgmma;  /* a device that has it runs code that was compiled for others */
     bool failed;
     fault why;
 };
@@ -365,6 +367,11 @@ static void cuda_fetch(const ops *o, step_state *state) {
     s->fetched = (s->fetched + 1) % POSTS;
 }
 
+/* Attention of 16 bits without the main loops of sm_90a; calls that were recorded count as one. */
+static void count_without_wgmma(const ops *o) {
+    if (state_of(o)->without_wgmma && o->dtype != NSA_F32) fallback_add(FALLBACK_CUDA_MAINLOOP);
+}
+
 /* ---- Graphs --------------------------------------------------------------------------------- */
 
 static void cuda_graph_begin(const ops *o) {
@@ -383,6 +390,7 @@ static void *cuda_graph_end(const ops *o) {
 }
 
 static void cuda_graph_run(const ops *o, void *graph) {
+    count_without_wgmma(o);
     demand(o, "graph", cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), state_of(o)->stream));
 }
 
@@ -409,6 +417,7 @@ static size_t cuda_attention_forward_bytes(const ops *, const nsa_attention *x, 
 
 static void cuda_attention_forward(const ops *o, const nsa_attention *x, const nsa_desc *d,
                                    void *workspace, size_t bytes) {
+    count_without_wgmma(o);
     demand_status(o, "attention_forward",
                   nsa_cuda_attention_forward(x, d, workspace, bytes, state_of(o)->stream));
 }
@@ -431,6 +440,7 @@ static size_t cuda_attention_backward_bytes(const ops *, const nsa_attention *dx
 
 static void cuda_attention_backward(const ops *o, const nsa_attention *dx, const nsa_attention *x,
                                     const nsa_desc *d, void *workspace, size_t bytes) {
+    count_without_wgmma(o);
     demand_status(o, "attention_backward",
                   nsa_cuda_attention_backward(dx, x, d, workspace, bytes, state_of(o)->stream));
 }
@@ -442,6 +452,7 @@ static void cuda_attention_backward(const ops *o, const nsa_attention *dx, const
     }                                                                                              \
     static void cuda_##name##_forward(const ops *o, const nsa_attend *x, const nsa_desc *d,        \
                                       void *workspace, size_t bytes) {                             \
+        count_without_wgmma(o);                                                                    \
         demand_status(                                                                             \
             o, #name "_forward",                                                                   \
             nsa_cuda_attend_##branch##_forward(x, d, workspace, bytes, state_of(o)->stream));      \
@@ -451,6 +462,7 @@ static void cuda_attention_backward(const ops *o, const nsa_attention *dx, const
     }                                                                                              \
     static void cuda_##name##_backward(const ops *o, const nsa_attend *dx, const nsa_attend *x,    \
                                        const nsa_desc *d, void *workspace, size_t bytes) {         \
+        count_without_wgmma(o);                                                                    \
         demand_status(                                                                             \
             o, #name "_backward",                                                                  \
             nsa_cuda_attend_##branch##_backward(dx, x, d, workspace, bytes, state_of(o)->stream)); \
@@ -561,8 +573,22 @@ static void fill(ops *o) {
     o->failed = cuda_failed;
 }
 
+/* Its launch bounds tell which code the device runs: that for sm_90a alone multiplies by wgmma. */
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+enum { PROBE_THREADS = 256 };
+#else
+enum { PROBE_THREADS = 128 };
+#endif
+static __global__ void __launch_bounds__(PROBE_THREADS) probe_kernel() {}
+
+static bool lacks_wgmma(int major) {
+    cudaFuncAttributes probe;
+    return major == 9 && cudaFuncGetAttributes(&probe, probe_kernel) == cudaSuccess &&
+           probe.maxThreadsPerBlock != 256;
+}
+
 /* Every error means that there is no device to use. */
-static bool find_device(fault *f) {
+static bool find_device(bool *without_wgmma, fault *f) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count < 1)
@@ -571,19 +597,23 @@ static bool find_device(fault *f) {
                                               : "the driver lists none");
     cudaDeviceProp device;
     int chosen = 0;
-    if (cudaGetDevice(&chosen) == cudaSuccess &&
-        cudaGetDeviceProperties(&device, chosen) == cudaSuccess && device.major < 8)
+    const bool known = cudaGetDevice(&chosen) == cudaSuccess &&
+                       cudaGetDeviceProperties(&device, chosen) == cudaSuccess;
+    if (known && device.major < 8)
         return fault_set(f, "%s has compute capability %d.%d: must be 8.0 or later", device.name,
                          device.major, device.minor);
+    *without_wgmma = known && lacks_wgmma(device.major);
     return true;
 }
 
 bool ops_cuda_open(ops *o, nsa_dtype dtype, fault *f) {
-    if (!find_device(f)) return false;
+    bool without_wgmma;
+    if (!find_device(&without_wgmma, f)) return false;
     cuda_state *s = static_cast<cuda_state *>(calloc(1, sizeof *s));
     if (!s) return fault_set(f, "out of memory");
     memset(o, 0, sizeof *o);
     fill(o);
+    s->without_wgmma = without_wgmma;
     o->dtype = dtype;
     o->threads = 1;
     o->state = s;
