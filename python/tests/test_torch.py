@@ -930,8 +930,8 @@ class Misuse(unittest.TestCase):
                 ("x: shape .52, 32., must be .B, T, dim.", lambda: nt.NativeSparseAttention(32, H, HK)(q.view(-1, 32)[:T])),
                 ("foo: no option; there are .*scaling", lambda: nt.NativeSparseAttention(32, H, HK, rope={"foo": 1})),
                 ("heads: NSA_ERROR_SIZE", lambda: nt.NativeSparseAttention(32, 0, 1)),
-                ("dtype: torch.int8, must be torch.float32", lambda: nt.NativeSparseAttention(32, H, HK).cache(
-                    1, 8, dtype=torch.int8))):
+                ("dtype: torch.int16, must be torch.float32.* torch.int8", lambda: nt.NativeSparseAttention(32, H, HK).cache(
+                    1, 8, dtype=torch.int16))):
             with self.subTest(words), self.assertRaisesRegex(ValueError, words):
                 call()
         with self.assertRaises((ValueError, RuntimeError, AttributeError)):
@@ -1461,6 +1461,27 @@ class Module(unittest.TestCase):
             self.assertEqual((given.dtype, taken.dtype), (torch.float32, torch.bfloat16))
             with self.assertRaisesRegex(nsa.Refused, "x: rows of torch.float32, and the cache holds torch.bfloat16"):
                 module.float()(x.float(), cache=taken)
+
+    @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
+    def test_caches_of_8_bits(self):
+        """A quarter of the bytes, whatever the tokens' dtype; but for the rows' rounding what f32 gives."""
+        module, x = self.make(), torch.randn(B, T, 32)
+        bounds = [*zip((0, 33, 34), (33, 34, T))]
+        with torch.no_grad():
+            exact = module(x)
+            for kind, off in ((torch.int8, 0.05), (getattr(torch, "float8_e4m3fn", torch.int8), 0.2)):
+                cache, wide = (module.cache(B, 80, max_rewind=32, dtype=dtype) for dtype in (kind, torch.float32))
+                found = torch.cat([module(x[:, a:b], cache=cache) for a, b in bounds], 1)
+                error = float((found - exact).norm() / exact.norm())
+                self.assertTrue(0 < error < off, (kind, error))
+                self.assertLess(len(cache.rows._memory), 0.5 * len(wide.rows._memory))
+                other = copy.copy(cache)
+                self.assertEqual((other.dtype, other.lengths), (kind, [T, T]))
+                self.assertTrue(torch.equal(module(x[:, :3], cache=other), module(x[:, :3], cache=cache)))
+                half, low = copy.deepcopy(module).bfloat16(), x.bfloat16()
+                self.assertEqual(half(low[:, :5], cache=half.cache(B, 80, dtype=kind)).dtype, torch.bfloat16)
+                with self.assertRaisesRegex(nsa.Refused, "x: rows of torch.float64, and the cache holds"):
+                    copy.deepcopy(module).double()(x.double(), cache=module.cache(B, 80, dtype=kind))
 
     @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
     def test_a_caches_sequences(self):

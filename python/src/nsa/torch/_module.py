@@ -187,18 +187,24 @@ class _Decoded(torch.autograd.Function):
                                   "without a cache to train")
 
 
+#: The rows that a cache holds, with nsa.Dtype's numbers. Older torches have no 8 bits of floating point.
+_KEPT = {**{dtype: number for dtype, number in DTYPES.items() if number < 4}, torch.int8: int(nsa.Dtype.I8),
+         **({torch.float8_e4m3fn: int(nsa.Dtype.F8)} if hasattr(torch, "float8_e4m3fn") else {})}
+
+
 class Cache:
     """What decoding keeps of one layer, on the CPU: see nsa.Cache, which this holds as `rows`.
 
     Its rows have the dtype of the tokens that are appended first, under autocast that of the projections, unless a dtype
-    is given: only then do its outputs have the bits of the module without a cache. What it returns has no gradients, and
+    is given: only then do its outputs have the bits of the module without a cache. torch.int8 and float8_e4m3fn are rows
+    of 8 bits with their scales, which float32, bfloat16 and float16 go into. What it returns has no gradients, and
     says so in a backward. Threads may share one, and wait for each other. copy and deepcopy make one of its own memory.
     """
 
     def __init__(self, module: NativeSparseAttention, batch: int, tokens: int, max_rewind: int,
                  dtype: torch.dtype | None = None):
-        if dtype is not None and DTYPES.get(dtype, 4) == 4:
-            raise refused("DTYPE", "dtype", f"{dtype}, must be " + ", ".join(map(str, list(DTYPES)[:4])))
+        if dtype is not None and dtype not in _KEPT:
+            raise refused("DTYPE", "dtype", f"{dtype}, must be " + ", ".join(map(str, _KEPT)))
         d = copy.copy(module.desc)
         for name, value in (("batch", batch), ("tokens", tokens), ("count", tokens), ("threads", torch.get_num_threads())):
             setattr(d, name, value)
@@ -210,7 +216,7 @@ class Cache:
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.rows = nsa.Cache(self._desc, nsa.Dtype(DTYPES[dtype]), self._max_rewind)
+        self.rows = nsa.Cache(self._desc, nsa.Dtype(_KEPT[dtype]), self._max_rewind)
 
     def __copy__(self) -> "Cache":
         made = object.__new__(Cache)
