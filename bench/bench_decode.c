@@ -1,7 +1,7 @@
 /* bench_decode: a step of decoding by NSA, by lists of blocks and of tokens, and over all keys,
-   which all keep all k and v: the time of a token, for one sequence and for a batch, beside what
-   memory and multiply-add units allow in the same run. scripts/write_numbers.py makes tables of the
-   file. It checks nothing: the tests do that. */
+   which all keep all k and v, and the indexer that makes such lists: the time of a token, for one
+   sequence and for a batch, beside what memory and multiply-add units allow in the same run.
+   scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "command.h"
 #include "decode.h"
@@ -122,9 +122,12 @@ static double row_bytes(nsa_dtype dtype, int width) {
    its bytes or its operations allow; `bound` is what bytes alone allow over dense. */
 static void write_row(report *r, const decoding *c, method m, const result *got, machine on) {
     const nsa_desc *d = &c->p.d;
-    double key = row_bytes(c->kept, d->dim) + row_bytes(c->kept, d->dim_v);
+    const int indexes = m == INDEX_STEP; /* which has keys of its own, and no values */
+    double key = indexes ? row_bytes(c->kept, INDEX_WIDTH)
+                         : row_bytes(c->kept, d->dim) + row_bytes(c->kept, d->dim_v);
     double keys = m == NSA_STEP ? keys_counted(c) : keys_of(c, m), bytes = key * keys;
-    double flops = 2.0 * (d->dim + d->dim_v) * keys * d->heads / d->kv_heads;
+    double flops = 2.0 * (indexes ? INDEX_WIDTH : d->dim + d->dim_v) * keys *
+                   (indexes ? INDEX_HEADS : d->heads / d->kv_heads);
     double took = got->step.median / d->batch, by_bytes = bytes / on.memory,
            by_flops = flops / on.flops, least = by_bytes > by_flops ? by_bytes : by_flops;
     double bound = keys_of(c, DENSE_STEP) / keys;
@@ -149,7 +152,7 @@ static void write_row(report *r, const decoding *c, method m, const result *got,
             1e-9 * bytes / took, 1e-9 * on.memory, 1e-9 * flops / took);
     fprintf(r->json, "\"peak_gflops\": %.3g, \"over_bound\": %.3g, ", 1e-9 * on.flops,
             took / least);
-    if (m == DENSE_STEP)
+    if (m == DENSE_STEP || indexes)
         fprintf(r->json, "\"over_dense\": null, \"bound\": null}");
     else
         fprintf(r->json, "\"over_dense\": %.3g, \"bound\": %.3g}", got->over_dense, bound);

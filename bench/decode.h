@@ -7,11 +7,13 @@
 
 /* What a step is measured by: NSA's own step; attention over all keys; over the last 16 of the
    blocks of 128 tokens that a list names (as MSA has them); over 2,048 listed tokens (as DSA has
-   them). */
-typedef enum method { NSA_STEP, DENSE_STEP, MSA_STEP, DSA_STEP, METHODS } method;
+   them); and DSA's indexer, which scores all tokens by 64 heads of 128 numbers and lists the best
+   2,048. */
+typedef enum method { NSA_STEP, DENSE_STEP, MSA_STEP, DSA_STEP, INDEX_STEP, METHODS } method;
+enum { DSA_TOKENS = 2048, INDEX_HEADS = 64, INDEX_WIDTH = 128 };
 
 static const char *const method_names[METHODS] = {"decode", "dense decode", "msa decode",
-                                                  "dsa decode"};
+                                                  "dsa decode", "indexer"};
 
 typedef struct decoding {
     problem
@@ -19,7 +21,8 @@ typedef struct decoding {
     nsa_cache cache;
     nsa_dtype kept; /* of the cache; p's is f32 where that is of 8 bits */
     nsa_attention x;
-    nsa_attend over[METHODS]; /* the cache's keys; not of NSA_STEP */
+    nsa_attend over[METHODS]; /* the cache's keys; not of NSA_STEP and INDEX_STEP */
+    nsa_score index;
     nsa_desc desc[METHODS];
     nsa_reads *reads;
     void *workspace;
@@ -104,6 +107,33 @@ static size_t attend_make(decoding *c, method m, int block, int count) {
     return nsa_attend_slc_forward_workspace_size(d);
 }
 
+/* Rows for the cache's dtype: of 8 bits made from p's. */
+static nsa_tensor kept_rows(decoding *c, int rows, int width, uint64_t seed) {
+    nsa_tensor from = take(&c->p, rows, 1, width, seed), to = from;
+    if (c->kept == c->p.dtype) return to;
+    to = take_as(&c->p, NSA_F32, rows, 1, width, 0); /* has room for them */
+    to = nsa_tensor_bthd(to.data, c->kept, rows, 1, width);
+    if (nsa_convert_rows(&from, &to, 1, rows, 1, width) != NSA_OK) exit(1);
+    return to;
+}
+
+static size_t index_make(decoding *c) {
+    nsa_desc *d = &c->desc[INDEX_STEP];
+    nsa_score *x = &c->index;
+    *d = nsa_desc_default(c->p.d.batch, c->p.d.tokens, INDEX_HEADS, 1, INDEX_WIDTH);
+    d->threads = c->p.d.threads;
+    d->slc_block = d->slc_local = 1, d->slc_init = 0, d->slc_count = DSA_TOKENS;
+    d->first = d->tokens - 1, d->count = 1;
+    x->act = NSA_SCORE_RELU;
+    x->q = new_rows(c, INDEX_HEADS, INDEX_WIDTH, 5);
+    x->weights = new_rows(c, INDEX_HEADS, 1, 6);
+    x->k = kept_rows(c, d->batch * d->tokens, INDEX_WIDTH, 8);
+    x->k.batch = x->k.token * d->tokens;
+    x->blocks = take_as(&c->p, NSA_I32, d->batch, 1, DSA_TOKENS, 0);
+    x->blocks.batch = x->blocks.token;
+    return nsa_score_blocks_workspace_size(d);
+}
+
 static size_t sparse_make(decoding *c) {
     const nsa_desc *d = &c->p.d;
     const int heads = d->heads, kv_heads = d->kv_heads;
@@ -138,7 +168,7 @@ static void decoding_make(decoding *c, nsa_dtype dtype, const shape *s, int batc
     c->reads = (nsa_reads *)allocate((size_t)batch * sizeof *c->reads);
     const size_t sizes[METHODS] = {sparse_make(c), attend_make(c, DENSE_STEP, 0, 0),
                                    attend_make(c, MSA_STEP, 128, 16),
-                                   attend_make(c, DSA_STEP, 1, 2048)};
+                                   attend_make(c, DSA_STEP, 1, DSA_TOKENS), index_make(c)};
     for (int m = 0; m < METHODS; m++) c->bytes = sizes[m] > c->bytes ? sizes[m] : c->bytes;
     c->workspace = allocate(c->bytes);
 }
@@ -154,6 +184,7 @@ static void decoding_free(decoding *c) {
 static nsa_status run_step(decoding *c, method m) {
     if (m == DENSE_STEP)
         return nsa_attend_dense_forward(&c->over[m], &c->desc[m], c->workspace, c->bytes);
+    if (m == INDEX_STEP) return nsa_score_blocks(&c->index, &c->desc[m], c->workspace, c->bytes);
     if (m != NSA_STEP)
         return nsa_attend_slc_forward(&c->over[m], &c->desc[m], c->workspace, c->bytes);
     nsa_status s = nsa_decode(&c->x, &c->cache, 1, NULL, c->reads, c->workspace, c->bytes);
@@ -168,7 +199,7 @@ static double keys_of(const decoding *c, method m) {
     int last = d->tokens - 1, all = nsa_slc_candidates(d, last);
     int blocks = all < d->slc_count ? all : d->slc_count;
     double slc = (double)(blocks - 1) * d->slc_block + last % d->slc_block + 1;
-    if (m == DENSE_STEP) return (double)d->kv_heads * d->tokens;
+    if (m == DENSE_STEP || m == INDEX_STEP) return (double)d->kv_heads * d->tokens;
     if (m != NSA_STEP) return d->kv_heads * (blocks < all ? blocks * d->slc_block : d->tokens);
     return d->kv_heads * (nsa_cmp_visible(d, last) + slc + (last + 1 - nsa_window_begin(d, last)));
 }

@@ -42,7 +42,7 @@ typedef struct problem {
     nsa_dtype dtype; /* of what the caller stores, but lse */
     void *workspace;
     size_t bytes;
-    void *owned[32];
+    void *owned[48];
     int owns;
 } problem;
 
