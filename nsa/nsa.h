@@ -2573,6 +2573,18 @@ static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compress
     return c;
 }
 
+/* What an entry looks at first: its descriptor, x, of backward dx, then the views of both. */
+static nsa_status nsa__check_call(const nsa__checked *c, const nsa__view *views, int n,
+                                  const void *dx, const void *x) {
+    NSA__CHECK(nsa_desc_check(c->d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!c->forward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    for (int i = 0; !c->forward && i < n; i++)
+        if (views[i].rows == NSA__OF_KEYS) NSA__CHECK(nsa__check_backward(c->d, 0));
+    NSA__CHECK(nsa__check_views(c, views, n, x));
+    return c->forward ? NSA_OK : nsa__check_gradients(c, views, n, dx, x);
+}
+
 /* ---- Sequences, workspace -----------------------------------------------------------------------
    Twin: none; kernels take views. Not here: who runs (threads.h). */
 
@@ -8324,25 +8336,19 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     (o->pairs ? nsa__load_pairs : nsa__load_numbers)(job, it, x, o, to, nonfinite);
 }
 
-/* lse of a row. If it is not finite, the result is 0 and the row is marked. That marks
-   queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                              unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real lse;
-    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
-    if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
-    return nonfinite[r] ? 0 : lse;
+/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
+static nsa_real nsa__load_number(const nsa__head_job *job, const nsa__tile_iter *it,
+                                 const nsa_tensor *x, int r, unsigned char *nonfinite) {
+    nsa_real number;
+    nsa__load(&number, x->dtype, nsa__query_row(job, it, x, r), 1);
+    if (!nsa__is_finite((double)number)) nonfinite[r] = 1;
+    return nonfinite[r] ? 0 : number;
 }
 
-/* The incoming gradient of a row's lse. The row is marked if it is not finite. */
-static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                               unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real dlse;
-    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(job, it, &p->dx->lse, r), 1);
-    if (!nsa__is_finite((double)dlse)) nonfinite[r] = 1;
-    return dlse;
+/* That marks queries without keys too (lse = -inf), without effect, because they read no tile. */
+static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                              unsigned char *nonfinite) {
+    return nsa__load_number(job, it, &job->plan->x->lse, r, nonfinite);
 }
 
 /* ---- Selection: scores of blocks -------------------------------------------------------------
@@ -8417,25 +8423,34 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
     }
 }
 
-/* Stores a query's scores if they are asked for, and -inf behind its candidates. */
-static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
-                              const nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
-    if (!x->data) return;
-    nsa_real *to =
-        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
-    memcpy(to, scores, (size_t)n * sizeof *to);
-    for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
+/* The row of a query and of the list that the job makes. */
+static void *nsa__list_row(const nsa__head_job *job, const nsa_tensor *x, int query) {
+    return nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
 }
 
-/* Stores p_cmp of the first `n` compressed blocks, and 0 behind them. */
-static void nsa__store_p_cmp(const nsa__head_job *job, const nsa_tensor *x, int query,
-                             const nsa_real *p_cmp, int n) {
-    nsa_real *to =
-        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
-    memcpy(to, p_cmp, (size_t)n * sizeof *to);
-    for (int i = n; i < nsa_cmp_count(job->plan->d, job->plan->d->tokens); i++) to[i] = 0;
+/* Stores n numbers, and `behind` up to the row's width. */
+static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, nsa_real behind) {
+    nsa_real *to = (nsa_real *)row;
+    memcpy(to, from, (size_t)n * sizeof *to);
+    for (; n < width; n++) to[n] = behind;
+}
+
+/* Stores a query's scores if they are asked for. */
+static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
+    const nsa_tensor *to = &job->plan->options.select->scores;
+    const nsa_desc *d = job->plan->d;
+    if (to->data)
+        nsa__store_reals(nsa__list_row(job, to, query), scores,
+                         nsa__slc_candidates(d, job->seq.tokens, query),
+                         nsa_slc_count(d, d->tokens), nsa__minus_infinity());
+}
+
+/* Eq. 11 of a query whose scores are in the order of their bits. */
+static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
+              nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
+              (int32_t *)nsa__list_row(job, &p->options.select->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -8444,6 +8459,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
                                 const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *p_cmp = &p->options.select->p_cmp;
     int group = p->group;
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
@@ -8455,14 +8471,11 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        int64_t row = job->seq.row + query - job->seq.first;
-        nsa__store_scores(job, &p->options.select->scores, query, f->scores);
-        if (p->options.select->p_cmp.data)
-            nsa__store_p_cmp(job, &p->options.select->p_cmp, query, f->p_cmp,
-                             nonfinite ? 0 : visible);
-        nsa__rank(f->scores, candidates, nsa__forced_local(p->d, job->seq.tokens, query), p->d,
-                  p->tiles,
-                  (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
+        nsa__store_scores(job, query, f->scores);
+        if (p_cmp->data)
+            nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
+                             nsa_cmp_count(p->d, p->d->tokens), 0);
+        nsa__rank_query(job, query, f->scores);
     }
 }
 
@@ -8890,7 +8903,8 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
-        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
+        if (p->dx->lse.data)
+            f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
 }
@@ -9449,183 +9463,13 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
     return NSA_OK;
 }
 
-/* ---- Selection ----------------------------------------------------------------------------------
-   Twin: kernels/select_blocks.cuh. Not here: selection from cmp's own scores (attend_forward.h). */
-
-typedef struct nsa__rank_job {
-    const nsa_rank *x;
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    nsa__seq seq;
-} nsa__rank_job;
-
-/* Queries of a task. */
-enum { NSA__RANK_QUERIES = 8 };
-
-/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__rank_job *job = (const nsa__rank_job *)context;
-    const nsa_rank *x = job->x;
-    nsa_real *scores = (nsa_real *)scratch;
-    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__RANK_QUERIES);
-    for (int64_t t = nth * NSA__RANK_QUERIES; t < end; t++)
-        for (int head = 0; head < nsa__list_heads(job->d); head++) {
-            int query = job->seq.first + (int)t;
-            int n = nsa__slc_candidates(job->d, job->seq.tokens, query);
-            int64_t row = job->seq.row + t;
-            nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
-            nsa__order(scores, n);
-            nsa__rank(scores, n, nsa__forced_local(job->d, job->seq.tokens, query), job->d,
-                      job->tiles, (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
-        }
-}
-
-/* Scratch of a thread: the scores of one list, in whole vectors. */
-static size_t nsa__rank_scratch(const nsa_desc *d) {
-    nsa__arena scratch = {NULL, 0};
-    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
-    return scratch.used;
-}
-
-NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
-}
-
-NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
-                                    size_t bytes) {
-    nsa__rank_job job;
-    nsa__team team;
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    const nsa__checked c = nsa__checked_of(d, 1, 0);
-    NSA__CHECK(nsa__check_views(&c, nsa__rank_views, NSA__RANK_VIEWS, x));
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
-    job.x = x;
-    job.d = d;
-    job.tiles = nsa__tiles_of(d->isa);
-    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
-        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
-    return NSA_OK;
-}
-
-/* Scratch of a task of nsa_select_blocks: as a forward task's, without values and softmax. */
-typedef struct nsa__selecting {
-    nsa__tile_iter iter;
-    nsa__scoring scoring;
-    nsa_real *q, *lse;
-    unsigned char *nonfinite; /* of every row */
-} nsa__selecting;
-
-static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->cut.task_queries * p->group;
-    nsa__tile_iter_alloc(&f->iter, p, a, a);
-    nsa__scoring_alloc(&f->scoring, p, a);
-    f->q = nsa__alloc_reals(a, rows * p->k.wide);
-    f->lse = nsa__alloc_reals(a, rows);
-    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-}
-
-/* Scores of all compressed keys up to the last query's, for all queries of a task; then their
-   lists. Keys that a query does not see are not masked, because nsa__scores does not read their
-   p_cmp. */
-static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &nth);
-    const nsa__attend_plan *p = job->plan;
-    nsa__selecting f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, nth);
-    int rows = f.iter.queries * p->group;
-    memset(f.nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f.iter, &p->x->q, &p->k, f.q, f.nonfinite);
-    for (int r = 0; r < rows; r++) f.lse[r] = nsa__load_lse(job, &f.iter, r, f.nonfinite);
-    const nsa__matrix q = {f.q, p->k.stride, 1, NULL};
-    for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
-        const nsa__matrix k_t = {job->k_t + key * p->k.depth, p->cut.tile, 1, NULL};
-        const nsa__result scores =
-            nsa__result_at(f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0);
-        nsa__product_along(&p->k, rows, p->cut.tile, &q, &k_t, &scores);
-    }
-    nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);
-}
-
-static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->cut.head_slots; i++) {
-        jobs[i] = nsa__job_make(p);
-        nsa__alloc_keys(&jobs[i], shared, 0, 0);
-        jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
-    }
-}
-
-/* The plan of cmp's forward without values. x has q, k and lse; NULL in a size query. */
-static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
-                                         const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_NEAR];
-    nsa__selecting f;
-    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options.select = select;
-    nsa__plan_pairs(&p);
-    nsa__select_layout(jobs, &p, &shared);
-    nsa__selecting_alloc(&f, &p, &scratch);
-    p.shared = shared.used;
-    p.scratch = nsa__pack_scratch(&p, scratch.used);
-    return p;
-}
-
-static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(jobs), nsa__select_task, jobs);
-}
-
-static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                  size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_NEAR];
-    nsa__team team;
-    nsa_attend attend;
-    nsa__arena shared = nsa__arena_at(workspace);
-    memset(&attend, 0, sizeof attend);
-    attend.q = x->q;
-    attend.k = x->k;
-    attend.lse = x->lse;
-    const nsa__attend_plan p = nsa__select_plan(&attend, x, d);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
-    nsa__select_layout(jobs, &p, &shared);
-    for (int i = 0; i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
-    nsa__each_heads(jobs, &team, 0, nsa__select_heads);
-    return NSA_OK;
-}
-
-NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
-    if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__attend_plan p = nsa__select_plan(NULL, NULL, d);
-    return nsa__attend_plan_bytes(&p, nsa__threads(d));
-}
-
-static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d, const int *fields) {
-    nsa__checked c = nsa__checked_of(d, 1, 1);
-    c.fields = fields;
-    return nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x);
-}
-
-NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                     size_t bytes) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__select_check(x, d, NULL));
-    return nsa__select_run(x, d, workspace, bytes);
-}
-
-/* ---- Selection by scores that are no attention -----------------------------------------------
-   Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h).
-   of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group. The
-   score of block j is the maximum or the mean of of_key[i] over those i of the block that t sees.
-   Tasks iterate over keys as dense attention does, tile by tile; over keys of several tokens as cmp
-   does. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
+/* ---- Selection by scores of keys -------------------------------------------------------------
+   Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h), p_cmp (select_scores.h).
+   Tasks iterate over keys as attention does, tile by tile. nsa_select_blocks keeps all scores of
+   cmp's keys and ends as cmp's forward does. nsa_score_blocks has scores that are no attention:
+     of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group
+   The score of block j is the maximum or the mean of of_key[i] over those i of the block that t
+   sees. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
    score is pooled part by part, in the order of its keys. A task has some queries and all tiles. A
    sequence of few queries would be one such a head. There a task has all queries and some tiles,
    which it reads in place and which end where a block does. */
@@ -9633,18 +9477,19 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
 /* Scratch of a task. */
 typedef struct nsa__scorer {
     nsa__tile_iter iter;
-    nsa_real *q;              /* of every row, not scaled */
-    nsa_real *weights;        /* of every row, or 1 */
+    nsa_real *q;              /* of every row; for a pool not scaled */
+    nsa_real *of_row;         /* of every row: its lse; for a pool its weight, or 1 */
+    unsigned char *nonfinite; /* of every row: 1 if its q or that number is not finite */
+    nsa__scoring scoring;     /* nsa_select_blocks */
     nsa_real *s;              /* of every row of a batch: q . k for the keys of the tile at hand */
     nsa_real *scores;         /* of every query and selection block, pooled so far */
-    unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
     nsa__in_place in_place;
 } nsa__scorer;
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
     nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
-    const nsa_score *x;
+    const nsa_score *x;                  /* NULL: nsa_select_blocks */
     nsa_real *scores; /* in place: of the one job at hand, whose tasks share them */
 } nsa__scorer_jobs;
 
@@ -9659,13 +9504,22 @@ static int64_t nsa__scorer_shared(const nsa__attend_plan *p) {
     return ragged || p->d->count <= few ? nsa__min(p->d->count, few) : 0;
 }
 
+/* Whether blocks pool scores of keys. nsa_select_blocks does not, and has all keys packed. */
+static int nsa__scorer_pools(const nsa__attend_plan *p) {
+    return p->cut.in_place_max > 0;
+}
+
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, rows * p->k.wide);
-    f->weights = nsa__alloc_reals(a, rows);
-    f->s = nsa__alloc_reals(a, rows * p->cut.tile);
+    f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    if (!nsa__scorer_pools(p)) {
+        nsa__scoring_alloc(&f->scoring, p, a);
+        return;
+    }
+    f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     nsa__in_place_alloc(&f->in_place, p, a);
     if (p->d->count > p->cut.in_place_max)
         f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
@@ -9711,7 +9565,7 @@ static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job
     nsa_real of_key[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++)
         nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)(i * p->group + g) * p->cut.tile, n,
-                             f->weights[a * p->group + g], x->act);
+                             f->of_row[a * p->group + g], x->act);
     for (int key = b->key; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
         nsa__scorer_pool(f->scores + a * nsa__scorer_stride(p->d) + j, of_key, key - b->key,
@@ -9720,23 +9574,25 @@ static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job
     }
 }
 
-/* One product for all rows of a batch; then each of its queries pools what it sees. */
+/* One product for all rows of a batch; then each of its queries pools what it sees. Of those that
+   it does not see, nsa__scores reads no p_cmp. */
 static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    const int tile = p->cut.tile;
+    const ptrdiff_t tile = p->cut.tile, stride = x ? tile : (ptrdiff_t)f->scoring.stride;
+    nsa_real *s = x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
     uint64_t nonfinite;
     if (job->in_place) {
-        nsa__in_place_scores(&f->in_place, job, &f->iter, b, tile, f->s);
+        nsa__in_place_scores(&f->in_place, job, &f->iter, b, stride, s);
         nonfinite = f->in_place.nonfinite;
     } else {
         const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
         const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), tile, 1, NULL};
-        const nsa__result products = nsa__result_at(f->s, tile, 0);
+        const nsa__result products = nsa__result_at(s, stride, 0);
         nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
         nonfinite = job->nonfinite[f->iter.tile] >> b->begin;
     }
-    for (int i = 0; i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
+    for (int i = 0; x && i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
 }
 
 /* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
@@ -9747,7 +9603,6 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
     const nsa_desc *d = p->d;
     int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
     int n = nsa__slc_candidates(d, job->seq.tokens, query);
-    int64_t row = job->seq.row + query - job->seq.first;
     nsa_real *scores = f->scores + a * nsa__scorer_stride(d);
     for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
     if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
@@ -9758,27 +9613,22 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
         else if (x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
-    nsa__store_scores(job, &x->scores, query, scores);
+    nsa__store_scores(job, query, scores);
     nsa__order(scores, n);
-    nsa__rank(scores, n, nsa__forced_local(d, job->seq.tokens, query), d, p->tiles,
-              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
+    nsa__rank_query(job, query, scores);
 }
 
-/* Loads the rows of q and their weights, and marks rows that are not finite. */
+/* Loads the rows of q and their numbers, and marks rows that are not finite. */
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *of_row = x ? &x->weights : &p->x->lse;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f->iter, &x->q, &p->k, f->q, f->nonfinite);
-    for (int r = 0; r < rows; r++) {
-        nsa_real *weight = &f->weights[r];
-        *weight = 1;
-        if (x->weights.data)
-            nsa__load(weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
-        if (!nsa__is_finite((double)*weight)) f->nonfinite[r] = 1;
-    }
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
+    for (int r = 0; r < rows; r++)
+        f->of_row[r] = of_row->data ? nsa__load_number(job, &f->iter, of_row, r, f->nonfinite) : 1;
 }
 
 /* Tiles of a task in place: about NSA__SCORED_TILES, as whole blocks too. */
@@ -9790,13 +9640,13 @@ static int64_t nsa__scorer_task_tiles(const nsa__attend_plan *p) {
 
 /* All tiles up to the last query's of tiles `begin` .. end - 1. Pools start at 0 for a sum, at the
    lowest number for a maximum. */
-static void nsa__scorer_pool_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                                   int64_t begin, int64_t tiles) {
+static void nsa__scorer_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                              int64_t begin, int64_t tiles) {
     const nsa__attend_plan *p = job->plan;
     const int64_t stride = nsa__scorer_stride(p->d), block = nsa__scorer_block(p->d);
     const int64_t from = begin * p->cut.tile / block;
     const int64_t to = nsa__min(stride, nsa__ceil_div((begin + tiles) * p->cut.tile, block));
-    for (int a = 0; a < f->iter.queries; a++)
+    for (int a = 0; x && a < f->iter.queries; a++)
         for (int64_t j = from; j < to; j++)
             f->scores[a * stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
     f->iter.tile = (int)begin - 1;
@@ -9825,8 +9675,9 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    nsa__scorer_pool_tiles(&f, job, x, 0, f.iter.tile_end);
-    for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
+    nsa__scorer_tiles(&f, job, x, 0, f.iter.tile_end);
+    for (int i = 0; x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
+    if (!x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
 }
 
 /* In place: some tiles of a head, for all queries. */
@@ -9835,7 +9686,7 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
     nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
-    nsa__scorer_pool_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
+    nsa__scorer_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
 }
 
 /* In place: a query, when all tiles are done. */
@@ -9848,27 +9699,28 @@ static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch
 /* Returns the scores that tasks share. */
 static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                     nsa__arena *shared) {
+    const int pools = nsa__scorer_pools(p);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        if (!pools) jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
     }
-    return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
+    return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
+                 : NULL;
 }
 
-/* Keys are tokens, or compressed blocks of several. */
-static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
-    return d->cmp_stride > 1 ? NSA__CMP : NSA__DENSE;
-}
-
-/* The plan of a branch whose spans are all keys that a query sees. */
-static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
-    p.k.scale = 1;
-    p.cut.in_place_max = p.cut.batch_queries;
+/* The plan of a branch whose spans are all keys that a query sees: tokens, or compressed blocks.
+   x has q and k, and cmp's lse; NULL in a size query. */
+static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d, int pools) {
+    const nsa__branch branch = pools && d->cmp_stride == 1 ? NSA__DENSE : NSA__CMP;
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch, 1, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    if (pools)
+        p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
+    else
+        nsa__plan_pairs(&p);
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -9895,51 +9747,138 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
     }
 }
 
-NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
+static size_t nsa__scorer_bytes(const nsa_desc *d, int pools) {
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__attend_plan p = nsa__scorer_plan(NULL, d);
+    const nsa__attend_plan p = nsa__scorer_plan(NULL, d, pools);
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-/* The descriptor for keys of `stride` tokens. */
-static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *own) {
-    d = nsa__rank_desc(d, own);
-    if (d) own->cmp_block = own->cmp_stride = stride ? stride : 1;
-    return d;
+/* Lists of `to` from its q and k, by x or, if that is NULL, as cmp's forward makes them. */
+static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, const nsa_desc *d,
+                                  void *workspace, size_t bytes) {
+    nsa__scorer_jobs jobs;
+    nsa__team team;
+    nsa_attend attend;
+    nsa__arena shared = nsa__arena_at(workspace);
+    memset(&attend, 0, sizeof attend);
+    attend.q = to->q;
+    attend.k = to->k;
+    attend.lse = to->lse;
+    nsa__attend_plan p = nsa__scorer_plan(&attend, d, x != NULL);
+    p.options.select = to;
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    jobs.x = x;
+    jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
+    for (int i = 0; !x && i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs.keys[i]);
+    nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
+    return NSA_OK;
 }
 
-/* Checks the options and the views of a table of nsa_score. */
-static nsa_status nsa__score_check(const nsa__checked *c, const nsa__view *views,
-                                   const nsa_score *x) {
+NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    return nsa__scorer_bytes(nsa__rank_desc(d, &own), 1);
+}
+
+/* Checks the options, and makes *d the descriptor for keys of `stride` tokens. */
+static nsa_status nsa__score_options(const nsa_score *x, int uses, const nsa_desc **d,
+                                     nsa_desc *own) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    return nsa__check_views(c, views, NSA__SCORE_VIEWS, x);
+    *d = nsa__desc_using(*d, uses, own);
+    own->cmp_block = own->cmp_stride = x->stride ? x->stride : 1;
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                     size_t bytes) {
-    nsa__scorer_jobs jobs;
-    nsa__team team;
-    nsa_attend attend;
     nsa_desc own;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    d = nsa__score_desc(d, x->stride, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    const nsa__checked c = nsa__checked_of(d, 1, d->cmp_stride > 1);
-    NSA__CHECK(nsa__score_check(&c, nsa__score_views, x));
-    memset(&attend, 0, sizeof attend);
-    attend.q = x->q;
-    attend.k = x->k;
-    jobs.x = x;
-    const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
-    jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
-    nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
+    nsa_select to;
+    NSA__CHECK(nsa__score_options(x, NSA__USES_SLC | NSA__USES_FORCED, &d, &own));
+    const nsa__checked c = nsa__checked_of(d, 1, x->stride > 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__score_views, NSA__SCORE_VIEWS, NULL, x));
+    memset(&to, 0, sizeof to);
+    to.q = x->q;
+    to.k = x->k;
+    to.scores = x->scores;
+    to.blocks = x->blocks;
+    return nsa__scorer_run(&to, x, d, workspace, bytes);
+}
+
+/* ---- Selection ----------------------------------------------------------------------------------
+   Twin: kernels/select_blocks.cuh. Not here: selection from cmp's own scores (attend_forward.h),
+   tasks of nsa_select_blocks (score.h). */
+
+/* Ranking of scores that are given: a head job of which sequence and head are used. */
+typedef struct nsa__rank_job {
+    nsa__head_job job;
+    const nsa_tensor *scores;
+} nsa__rank_job;
+
+/* Queries of a task. */
+enum { NSA__RANK_QUERIES = 8 };
+
+/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
+static void nsa__rank_task(const void *context, int64_t nth, void *scratch) {
+    const nsa_tensor *x = ((const nsa__rank_job *)context)->scores;
+    nsa__head_job job = ((const nsa__rank_job *)context)->job;
+    nsa_real *scores = (nsa_real *)scratch;
+    int64_t end = nsa__min(job.seq.count, (nth + 1) * NSA__RANK_QUERIES);
+    for (int64_t t = nth * NSA__RANK_QUERIES; t < end; t++)
+        for (job.head = 0; job.head < job.plan->heads; job.head++) {
+            int query = job.seq.first + (int)t;
+            int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
+            nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
+            nsa__order(scores, n);
+            nsa__rank_query(&job, query, scores);
+        }
+}
+
+/* Scratch of a thread: the scores of one list, in whole vectors. */
+static size_t nsa__rank_scratch(const nsa_desc *d) {
+    nsa__arena scratch = {NULL, 0};
+    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    return scratch.used;
+}
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
+}
+
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__rank_job rank;
+    nsa__team team;
+    nsa_desc own;
+    nsa_select to;
+    d = nsa__rank_desc(d, &own);
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
+    memset(&to, 0, sizeof to);
+    to.blocks = x->blocks;
+    nsa__attend_plan p = nsa__attend_plan_of(NULL, NULL, d, NSA__DENSE, 1, 1);
+    p.options.select = &to;
+    rank.job = nsa__job_make(&p);
+    rank.scores = &x->scores;
+    nsa__seq *seq = &rank.job.seq;
+    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
+        nsa__run(&team, nsa__ceil_div(seq->count, NSA__RANK_QUERIES), nsa__rank_task, &rank);
     return NSA_OK;
+}
+
+NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
+    return nsa__scorer_bytes(d, 0);
+}
+
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes) {
+    const nsa__checked c = nsa__checked_of(d, 1, 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__select_views, NSA__SELECT_VIEWS, NULL, x));
+    return nsa__scorer_run(x, NULL, d, workspace, bytes);
 }
 
 /* ---- Scores of given lists, and their gradient -----------------------------------------------
@@ -9976,8 +9915,7 @@ static void nsa__listed_alloc(nsa__listed *f, nsa__arena *a) {
 
 /* Keys are tokens, or rows of several. */
 static void *nsa__listed_key(const nsa__listed *f, const nsa_tensor *k, int64_t key, int kv_head) {
-    return nsa__key_row(nsa__scorer_keys(f->d) == NSA__CMP ? &f->seq.cmp : &f->seq.keys, k, key,
-                        kv_head);
+    return nsa__key_row(f->d->cmp_stride > 1 ? &f->seq.cmp : &f->seq.keys, k, key, kv_head);
 }
 
 /* Loads a row of q or k, zeros behind it; returns 1 if it is not finite, and zeros then. */
@@ -10116,13 +10054,6 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     return f;
 }
 
-static nsa_status nsa__listed_check(const nsa_score *dx, const nsa_score *x, const nsa_desc *d) {
-    const nsa__checked c = nsa__checked_of(d, !dx, d->cmp_stride > 1);
-    NSA__CHECK(nsa__score_check(&c, nsa__listed_views, x));
-    NSA__CHECK(nsa__check_lists(&x->blocks, d, NULL));
-    return dx ? nsa__check_gradients(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x) : NSA_OK;
-}
-
 /* Scratch of a thread. */
 static size_t nsa__listed_scratch(nsa__listed f) {
     nsa__arena scratch = {NULL, 0};
@@ -10134,14 +10065,10 @@ static nsa_status nsa__listed_run(const nsa_score *dx, const nsa_score *x, const
                                   int backward, void *workspace, size_t bytes) {
     nsa__team team;
     nsa_desc own;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (backward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
-    NSA__CHECK(nsa_desc_check(d));
-    if (backward) NSA__CHECK(nsa__check_backward(d, 0));
-    NSA__CHECK(nsa__listed_check(dx, x, d));
+    NSA__CHECK(nsa__score_options(x, NSA__USES_SLC, &d, &own));
+    const nsa__checked c = nsa__checked_of(d, !backward, x->stride > 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x));
+    NSA__CHECK(nsa__check_lists(&x->blocks, d, NULL));
     nsa__listed f = nsa__listed_of(dx, x, d);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__listed_scratch(f)));
     for (f.seq = nsa__seq_begin(d); f.seq.nth < d->batch; nsa__seq_next(d, &f.seq)) {
@@ -10194,7 +10121,11 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
     NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
     NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, nsa__chain_select));
+    if (forward) {
+        nsa__checked select = nsa__checked_of(d, 1, 1);
+        select.fields = nsa__chain_select;
+        NSA__CHECK(nsa__check_views(&select, nsa__select_views, NSA__SELECT_VIEWS, &c.select));
+    }
     return nsa__gate_check(&c.gate, d, forward, nsa__chain_gate);
 }
 

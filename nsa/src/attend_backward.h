@@ -120,7 +120,8 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
-        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
+        if (p->dx->lse.data)
+            f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
 }

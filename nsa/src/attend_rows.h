@@ -98,23 +98,17 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     (o->pairs ? nsa__load_pairs : nsa__load_numbers)(job, it, x, o, to, nonfinite);
 }
 
-/* lse of a row. If it is not finite, the result is 0 and the row is marked. That marks
-   queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                              unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real lse;
-    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
-    if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
-    return nonfinite[r] ? 0 : lse;
+/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
+static nsa_real nsa__load_number(const nsa__head_job *job, const nsa__tile_iter *it,
+                                 const nsa_tensor *x, int r, unsigned char *nonfinite) {
+    nsa_real number;
+    nsa__load(&number, x->dtype, nsa__query_row(job, it, x, r), 1);
+    if (!nsa__is_finite((double)number)) nonfinite[r] = 1;
+    return nonfinite[r] ? 0 : number;
 }
 
-/* The incoming gradient of a row's lse. The row is marked if it is not finite. */
-static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                               unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real dlse;
-    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(job, it, &p->dx->lse, r), 1);
-    if (!nsa__is_finite((double)dlse)) nonfinite[r] = 1;
-    return dlse;
+/* That marks queries without keys too (lse = -inf), without effect, because they read no tile. */
+static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                              unsigned char *nonfinite) {
+    return nsa__load_number(job, it, &job->plan->x->lse, r, nonfinite);
 }

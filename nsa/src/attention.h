@@ -24,7 +24,11 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
     NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
     NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, nsa__chain_select));
+    if (forward) {
+        nsa__checked select = nsa__checked_of(d, 1, 1);
+        select.fields = nsa__chain_select;
+        NSA__CHECK(nsa__check_views(&select, nsa__select_views, NSA__SELECT_VIEWS, &c.select));
+    }
     return nsa__gate_check(&c.gate, d, forward, nsa__chain_gate);
 }
 

@@ -377,3 +377,15 @@ static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compress
     const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
     return c;
 }
+
+/* What an entry looks at first: its descriptor, x, of backward dx, then the views of both. */
+static nsa_status nsa__check_call(const nsa__checked *c, const nsa__view *views, int n,
+                                  const void *dx, const void *x) {
+    NSA__CHECK(nsa_desc_check(c->d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!c->forward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    for (int i = 0; !c->forward && i < n; i++)
+        if (views[i].rows == NSA__OF_KEYS) NSA__CHECK(nsa__check_backward(c->d, 0));
+    NSA__CHECK(nsa__check_views(c, views, n, x));
+    return c->forward ? NSA_OK : nsa__check_gradients(c, views, n, dx, x);
+}

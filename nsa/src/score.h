@@ -1,31 +1,32 @@
-/* ---- Selection by scores that are no attention -----------------------------------------------
-   Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h).
-   of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group. The
-   score of block j is the maximum or the mean of of_key[i] over those i of the block that t sees.
-   Tasks iterate over keys as dense attention does, tile by tile; over keys of several tokens as cmp
-   does. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
+/* ---- Selection by scores of keys -------------------------------------------------------------
+   Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h), p_cmp (select_scores.h).
+   Tasks iterate over keys as attention does, tile by tile. nsa_select_blocks keeps all scores of
+   cmp's keys and ends as cmp's forward does. nsa_score_blocks has scores that are no attention:
+     of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group
+   The score of block j is the maximum or the mean of of_key[i] over those i of the block that t
+   sees. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
    score is pooled part by part, in the order of its keys. A task has some queries and all tiles. A
    sequence of few queries would be one such a head. There a task has all queries and some tiles,
    which it reads in place and which end where a block does. */
 #pragma once
 #include "attend.h"
-#include "select.h"
 
 /* Scratch of a task. */
 typedef struct nsa__scorer {
     nsa__tile_iter iter;
-    nsa_real *q;              /* of every row, not scaled */
-    nsa_real *weights;        /* of every row, or 1 */
+    nsa_real *q;              /* of every row; for a pool not scaled */
+    nsa_real *of_row;         /* of every row: its lse; for a pool its weight, or 1 */
+    unsigned char *nonfinite; /* of every row: 1 if its q or that number is not finite */
+    nsa__scoring scoring;     /* nsa_select_blocks */
     nsa_real *s;              /* of every row of a batch: q . k for the keys of the tile at hand */
     nsa_real *scores;         /* of every query and selection block, pooled so far */
-    unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
     nsa__in_place in_place;
 } nsa__scorer;
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
     nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
-    const nsa_score *x;
+    const nsa_score *x;                  /* NULL: nsa_select_blocks */
     nsa_real *scores; /* in place: of the one job at hand, whose tasks share them */
 } nsa__scorer_jobs;
 
@@ -40,13 +41,22 @@ static int64_t nsa__scorer_shared(const nsa__attend_plan *p) {
     return ragged || p->d->count <= few ? nsa__min(p->d->count, few) : 0;
 }
 
+/* Whether blocks pool scores of keys. nsa_select_blocks does not, and has all keys packed. */
+static int nsa__scorer_pools(const nsa__attend_plan *p) {
+    return p->cut.in_place_max > 0;
+}
+
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, rows * p->k.wide);
-    f->weights = nsa__alloc_reals(a, rows);
-    f->s = nsa__alloc_reals(a, rows * p->cut.tile);
+    f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    if (!nsa__scorer_pools(p)) {
+        nsa__scoring_alloc(&f->scoring, p, a);
+        return;
+    }
+    f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     nsa__in_place_alloc(&f->in_place, p, a);
     if (p->d->count > p->cut.in_place_max)
         f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
@@ -92,7 +102,7 @@ static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job
     nsa_real of_key[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++)
         nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)(i * p->group + g) * p->cut.tile, n,
-                             f->weights[a * p->group + g], x->act);
+                             f->of_row[a * p->group + g], x->act);
     for (int key = b->key; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
         nsa__scorer_pool(f->scores + a * nsa__scorer_stride(p->d) + j, of_key, key - b->key,
@@ -101,23 +111,25 @@ static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job
     }
 }
 
-/* One product for all rows of a batch; then each of its queries pools what it sees. */
+/* One product for all rows of a batch; then each of its queries pools what it sees. Of those that
+   it does not see, nsa__scores reads no p_cmp. */
 static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    const int tile = p->cut.tile;
+    const ptrdiff_t tile = p->cut.tile, stride = x ? tile : (ptrdiff_t)f->scoring.stride;
+    nsa_real *s = x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
     uint64_t nonfinite;
     if (job->in_place) {
-        nsa__in_place_scores(&f->in_place, job, &f->iter, b, tile, f->s);
+        nsa__in_place_scores(&f->in_place, job, &f->iter, b, stride, s);
         nonfinite = f->in_place.nonfinite;
     } else {
         const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
         const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), tile, 1, NULL};
-        const nsa__result products = nsa__result_at(f->s, tile, 0);
+        const nsa__result products = nsa__result_at(s, stride, 0);
         nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
         nonfinite = job->nonfinite[f->iter.tile] >> b->begin;
     }
-    for (int i = 0; i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
+    for (int i = 0; x && i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
 }
 
 /* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
@@ -128,7 +140,6 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
     const nsa_desc *d = p->d;
     int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
     int n = nsa__slc_candidates(d, job->seq.tokens, query);
-    int64_t row = job->seq.row + query - job->seq.first;
     nsa_real *scores = f->scores + a * nsa__scorer_stride(d);
     for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
     if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
@@ -139,27 +150,22 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
         else if (x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
-    nsa__store_scores(job, &x->scores, query, scores);
+    nsa__store_scores(job, query, scores);
     nsa__order(scores, n);
-    nsa__rank(scores, n, nsa__forced_local(d, job->seq.tokens, query), d, p->tiles,
-              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
+    nsa__rank_query(job, query, scores);
 }
 
-/* Loads the rows of q and their weights, and marks rows that are not finite. */
+/* Loads the rows of q and their numbers, and marks rows that are not finite. */
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *of_row = x ? &x->weights : &p->x->lse;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f->iter, &x->q, &p->k, f->q, f->nonfinite);
-    for (int r = 0; r < rows; r++) {
-        nsa_real *weight = &f->weights[r];
-        *weight = 1;
-        if (x->weights.data)
-            nsa__load(weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
-        if (!nsa__is_finite((double)*weight)) f->nonfinite[r] = 1;
-    }
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
+    for (int r = 0; r < rows; r++)
+        f->of_row[r] = of_row->data ? nsa__load_number(job, &f->iter, of_row, r, f->nonfinite) : 1;
 }
 
 /* Tiles of a task in place: about NSA__SCORED_TILES, as whole blocks too. */
@@ -171,13 +177,13 @@ static int64_t nsa__scorer_task_tiles(const nsa__attend_plan *p) {
 
 /* All tiles up to the last query's of tiles `begin` .. end - 1. Pools start at 0 for a sum, at the
    lowest number for a maximum. */
-static void nsa__scorer_pool_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                                   int64_t begin, int64_t tiles) {
+static void nsa__scorer_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                              int64_t begin, int64_t tiles) {
     const nsa__attend_plan *p = job->plan;
     const int64_t stride = nsa__scorer_stride(p->d), block = nsa__scorer_block(p->d);
     const int64_t from = begin * p->cut.tile / block;
     const int64_t to = nsa__min(stride, nsa__ceil_div((begin + tiles) * p->cut.tile, block));
-    for (int a = 0; a < f->iter.queries; a++)
+    for (int a = 0; x && a < f->iter.queries; a++)
         for (int64_t j = from; j < to; j++)
             f->scores[a * stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
     f->iter.tile = (int)begin - 1;
@@ -206,8 +212,9 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    nsa__scorer_pool_tiles(&f, job, x, 0, f.iter.tile_end);
-    for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
+    nsa__scorer_tiles(&f, job, x, 0, f.iter.tile_end);
+    for (int i = 0; x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
+    if (!x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
 }
 
 /* In place: some tiles of a head, for all queries. */
@@ -216,7 +223,7 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
     nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
-    nsa__scorer_pool_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
+    nsa__scorer_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
 }
 
 /* In place: a query, when all tiles are done. */
@@ -229,27 +236,28 @@ static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch
 /* Returns the scores that tasks share. */
 static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                     nsa__arena *shared) {
+    const int pools = nsa__scorer_pools(p);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        if (!pools) jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
     }
-    return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
+    return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
+                 : NULL;
 }
 
-/* Keys are tokens, or compressed blocks of several. */
-static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
-    return d->cmp_stride > 1 ? NSA__CMP : NSA__DENSE;
-}
-
-/* The plan of a branch whose spans are all keys that a query sees. */
-static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
-    p.k.scale = 1;
-    p.cut.in_place_max = p.cut.batch_queries;
+/* The plan of a branch whose spans are all keys that a query sees: tokens, or compressed blocks.
+   x has q and k, and cmp's lse; NULL in a size query. */
+static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d, int pools) {
+    const nsa__branch branch = pools && d->cmp_stride == 1 ? NSA__DENSE : NSA__CMP;
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch, 1, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    if (pools)
+        p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
+    else
+        nsa__plan_pairs(&p);
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -276,49 +284,61 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
     }
 }
 
-NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
+static size_t nsa__scorer_bytes(const nsa_desc *d, int pools) {
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__attend_plan p = nsa__scorer_plan(NULL, d);
+    const nsa__attend_plan p = nsa__scorer_plan(NULL, d, pools);
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-/* The descriptor for keys of `stride` tokens. */
-static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *own) {
-    d = nsa__rank_desc(d, own);
-    if (d) own->cmp_block = own->cmp_stride = stride ? stride : 1;
-    return d;
+/* Lists of `to` from its q and k, by x or, if that is NULL, as cmp's forward makes them. */
+static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, const nsa_desc *d,
+                                  void *workspace, size_t bytes) {
+    nsa__scorer_jobs jobs;
+    nsa__team team;
+    nsa_attend attend;
+    nsa__arena shared = nsa__arena_at(workspace);
+    memset(&attend, 0, sizeof attend);
+    attend.q = to->q;
+    attend.k = to->k;
+    attend.lse = to->lse;
+    nsa__attend_plan p = nsa__scorer_plan(&attend, d, x != NULL);
+    p.options.select = to;
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    jobs.x = x;
+    jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
+    for (int i = 0; !x && i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs.keys[i]);
+    nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
+    return NSA_OK;
 }
 
-/* Checks the options and the views of a table of nsa_score. */
-static nsa_status nsa__score_check(const nsa__checked *c, const nsa__view *views,
-                                   const nsa_score *x) {
+NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    return nsa__scorer_bytes(nsa__rank_desc(d, &own), 1);
+}
+
+/* Checks the options, and makes *d the descriptor for keys of `stride` tokens. */
+static nsa_status nsa__score_options(const nsa_score *x, int uses, const nsa_desc **d,
+                                     nsa_desc *own) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    return nsa__check_views(c, views, NSA__SCORE_VIEWS, x);
+    *d = nsa__desc_using(*d, uses, own);
+    own->cmp_block = own->cmp_stride = x->stride ? x->stride : 1;
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                     size_t bytes) {
-    nsa__scorer_jobs jobs;
-    nsa__team team;
-    nsa_attend attend;
     nsa_desc own;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    d = nsa__score_desc(d, x->stride, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    const nsa__checked c = nsa__checked_of(d, 1, d->cmp_stride > 1);
-    NSA__CHECK(nsa__score_check(&c, nsa__score_views, x));
-    memset(&attend, 0, sizeof attend);
-    attend.q = x->q;
-    attend.k = x->k;
-    jobs.x = x;
-    const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
-    jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
-    nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
-    return NSA_OK;
+    nsa_select to;
+    NSA__CHECK(nsa__score_options(x, NSA__USES_SLC | NSA__USES_FORCED, &d, &own));
+    const nsa__checked c = nsa__checked_of(d, 1, x->stride > 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__score_views, NSA__SCORE_VIEWS, NULL, x));
+    memset(&to, 0, sizeof to);
+    to.q = x->q;
+    to.k = x->k;
+    to.scores = x->scores;
+    to.blocks = x->blocks;
+    return nsa__scorer_run(&to, x, d, workspace, bytes);
 }

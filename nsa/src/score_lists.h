@@ -34,8 +34,7 @@ static void nsa__listed_alloc(nsa__listed *f, nsa__arena *a) {
 
 /* Keys are tokens, or rows of several. */
 static void *nsa__listed_key(const nsa__listed *f, const nsa_tensor *k, int64_t key, int kv_head) {
-    return nsa__key_row(nsa__scorer_keys(f->d) == NSA__CMP ? &f->seq.cmp : &f->seq.keys, k, key,
-                        kv_head);
+    return nsa__key_row(f->d->cmp_stride > 1 ? &f->seq.cmp : &f->seq.keys, k, key, kv_head);
 }
 
 /* Loads a row of q or k, zeros behind it; returns 1 if it is not finite, and zeros then. */
@@ -174,13 +173,6 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     return f;
 }
 
-static nsa_status nsa__listed_check(const nsa_score *dx, const nsa_score *x, const nsa_desc *d) {
-    const nsa__checked c = nsa__checked_of(d, !dx, d->cmp_stride > 1);
-    NSA__CHECK(nsa__score_check(&c, nsa__listed_views, x));
-    NSA__CHECK(nsa__check_lists(&x->blocks, d, NULL));
-    return dx ? nsa__check_gradients(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x) : NSA_OK;
-}
-
 /* Scratch of a thread. */
 static size_t nsa__listed_scratch(nsa__listed f) {
     nsa__arena scratch = {NULL, 0};
@@ -192,14 +184,10 @@ static nsa_status nsa__listed_run(const nsa_score *dx, const nsa_score *x, const
                                   int backward, void *workspace, size_t bytes) {
     nsa__team team;
     nsa_desc own;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (backward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
-    NSA__CHECK(nsa_desc_check(d));
-    if (backward) NSA__CHECK(nsa__check_backward(d, 0));
-    NSA__CHECK(nsa__listed_check(dx, x, d));
+    NSA__CHECK(nsa__score_options(x, NSA__USES_SLC, &d, &own));
+    const nsa__checked c = nsa__checked_of(d, !backward, x->stride > 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x));
+    NSA__CHECK(nsa__check_lists(&x->blocks, d, NULL));
     nsa__listed f = nsa__listed_of(dx, x, d);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__listed_scratch(f)));
     for (f.seq = nsa__seq_begin(d); f.seq.nth < d->batch; nsa__seq_next(d, &f.seq)) {

@@ -73,25 +73,34 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
     }
 }
 
-/* Stores a query's scores if they are asked for, and -inf behind its candidates. */
-static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
-                              const nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
-    if (!x->data) return;
-    nsa_real *to =
-        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
-    memcpy(to, scores, (size_t)n * sizeof *to);
-    for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
+/* The row of a query and of the list that the job makes. */
+static void *nsa__list_row(const nsa__head_job *job, const nsa_tensor *x, int query) {
+    return nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
 }
 
-/* Stores p_cmp of the first `n` compressed blocks, and 0 behind them. */
-static void nsa__store_p_cmp(const nsa__head_job *job, const nsa_tensor *x, int query,
-                             const nsa_real *p_cmp, int n) {
-    nsa_real *to =
-        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
-    memcpy(to, p_cmp, (size_t)n * sizeof *to);
-    for (int i = n; i < nsa_cmp_count(job->plan->d, job->plan->d->tokens); i++) to[i] = 0;
+/* Stores n numbers, and `behind` up to the row's width. */
+static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, nsa_real behind) {
+    nsa_real *to = (nsa_real *)row;
+    memcpy(to, from, (size_t)n * sizeof *to);
+    for (; n < width; n++) to[n] = behind;
+}
+
+/* Stores a query's scores if they are asked for. */
+static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
+    const nsa_tensor *to = &job->plan->options.select->scores;
+    const nsa_desc *d = job->plan->d;
+    if (to->data)
+        nsa__store_reals(nsa__list_row(job, to, query), scores,
+                         nsa__slc_candidates(d, job->seq.tokens, query),
+                         nsa_slc_count(d, d->tokens), nsa__minus_infinity());
+}
+
+/* Eq. 11 of a query whose scores are in the order of their bits. */
+static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
+              nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
+              (int32_t *)nsa__list_row(job, &p->options.select->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -100,6 +109,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
                                 const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *p_cmp = &p->options.select->p_cmp;
     int group = p->group;
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
@@ -111,13 +121,10 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        int64_t row = job->seq.row + query - job->seq.first;
-        nsa__store_scores(job, &p->options.select->scores, query, f->scores);
-        if (p->options.select->p_cmp.data)
-            nsa__store_p_cmp(job, &p->options.select->p_cmp, query, f->p_cmp,
-                             nonfinite ? 0 : visible);
-        nsa__rank(f->scores, candidates, nsa__forced_local(p->d, job->seq.tokens, query), p->d,
-                  p->tiles,
-                  (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
+        nsa__store_scores(job, query, f->scores);
+        if (p_cmp->data)
+            nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
+                             nsa_cmp_count(p->d, p->d->tokens), 0);
+        nsa__rank_query(job, query, f->scores);
     }
 }
