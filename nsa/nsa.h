@@ -2754,27 +2754,32 @@ typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 #define NSA__IN_ORDER dynamic
 #endif
 
-/* Threads for this many multiply-adds. Waking a thread takes some 50 us; with less work than that a
-   parallel region does not pay. It depends on the shape alone, and no bit depends on it. */
-static int nsa__threads_for(int threads, int64_t work) {
-    const int64_t worth = (int64_t)1 << 22;
+/* Threads for this many multiply-adds. Waking a thread takes some 50 us, and with less work than
+   that a parallel region does not pay; one that has just worked still looks for more. It depends on
+   the shape alone, and no bit depends on it. */
+static int nsa__threads_for(int threads, int64_t work, int awake) {
+    const int64_t worth = (int64_t)1 << (awake ? 19 : 22);
     return (int)nsa__max(1, nsa__min(threads, work / worth));
 }
 
 /* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
-   tasks read neighbouring rows and often the same tiles; no result depends on the order. */
+   tasks read neighbouring rows and often the same tiles; no result depends on the order. One thread
+   enters no parallel region: what its tasks run would be nested there, with threads of its own that
+   are created each time. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
 #ifdef _OPENMP
-    int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
-#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER) if (threads > 1)
-    for (int64_t i = 0; i < tasks; i++)
-        task(context, i,
-             team->scratch_bytes
-                 ? team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num()
-                 : NULL);
-#else
-    for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
+    int threads = (int)nsa__min(team->threads, tasks);
+    if (threads > 1) {
+#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER)
+        for (int64_t i = 0; i < tasks; i++)
+            task(context, i,
+                 team->scratch_bytes
+                     ? team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num()
+                     : NULL);
+        return;
+    }
 #endif
+    for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 }
 
 /* -- ordered tasks --
@@ -6755,7 +6760,7 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
             int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
             int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
             nsa__team fewer = *team;
-            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work);
+            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work, 0);
             nsa__run(&fewer, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
                      mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
         }
@@ -7156,8 +7161,12 @@ enum {
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
-    /* in place: heads of a job that idle threads share, of each; Zen 3, two: dense 16/1/64 1.27 */
-    NSA__PART_ROWS = 8,
+    /* a task by several threads: batches of a task of scores, rows of one of the softmax, parts of
+       the columns at most, and numbers of p that are at hand, which L2 holds */
+    NSA__SPLIT_BATCHES = 4,
+    NSA__SPLIT_ROWS = 8,
+    NSA__SPLIT_PARTS = 8,
+    NSA__SPLIT_NUMBERS = 1 << 15,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
@@ -7320,6 +7329,17 @@ static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
     o->stride = o->wide / 2;
 }
 
+/* The same of some columns, which are whole vectors, and where column `first` lies in a row. */
+static nsa__operand nsa__operand_columns(const nsa__operand *o, int wide) {
+    nsa__operand columns = *o;
+    columns.wide = columns.width = wide;
+    columns.stride = o->pairs ? wide / 2 : wide;
+    return columns;
+}
+static ptrdiff_t nsa__columns_along(const nsa__operand *o, int first) {
+    return o->pairs ? first / 2 : first;
+}
+
 /* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
    place, and each multiplies q by k as k by q. */
 static void nsa__product_along(const nsa__operand *o, int m, int n, const nsa__matrix *a,
@@ -7428,6 +7448,7 @@ typedef struct nsa__attend_options {
     int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
+    int awake;                 /* the call's threads have just worked */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -7460,7 +7481,6 @@ typedef struct nsa__head_job {
     nsa__seq seq;
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int query_head;           /* the first of its query heads */
-    int parts;                /* tasks that share a job's query heads */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
     nsa__key_layout rows;     /* where K and V lie */
@@ -7822,7 +7842,17 @@ typedef struct nsa__batch {
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
     int key, present; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
+    int next_key;     /* the first of the tile that the task iterates to next; or all keys */
 } nsa__batch;
+
+/* The first key of the tile that the task iterates to next; job->keys if there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = it->tile + 1;
+    if (nsa__inverts(job))
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
+}
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
    both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
@@ -7830,7 +7860,7 @@ typedef struct nsa__batch {
    sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -7843,6 +7873,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
+    b.next_key = nsa__tile_iter_peek(it, job);
     return b;
 }
 
@@ -7882,13 +7913,14 @@ static void *nsa__walk_keys(const nsa__head_job *job, const nsa_tensor *x, int w
     return nsa__key(job, x, key);
 }
 
-/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
+/* Prefetches rows begin .. end - 1 of x, as far as there are keys: `width` numbers of each, from
+   number `first` on. */
 static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
-                            int width) {
+                            int first, int width) {
     size_t bytes = nsa__dtype_bytes(x->dtype);
     end = (int)nsa__min(end, job->keys);
     for (int some; begin < end; begin += some) {
-        const char *at = (const char *)nsa__key(job, x, begin);
+        const char *at = (const char *)nsa__key(job, x, begin) + (size_t)first * bytes;
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         for (int r = 0; r < some; r++) {
             if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
@@ -8101,15 +8133,6 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
     return rows;
 }
 
-/* The first key of the tile that the task iterates to next; job->keys if there is none. */
-static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = it->tile + 1;
-    if (nsa__inverts(job))
-        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
-}
-
 /* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
    a product has contiguous rows: queries are cheap to transpose, keys are not. */
 typedef struct nsa__in_place {
@@ -8119,12 +8142,16 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
+    int scores_alone;    /* 1: values are not multiplied next */
+    int first, wide;     /* columns of v that are summed */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
+    f->scores_alone = f->first = 0;
+    f->wide = p->v.wide;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
@@ -8159,18 +8186,18 @@ static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job
    still in L1 when it is multiplied. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
-                                  const nsa__tile_iter *it, const nsa__batch *b,
-                                  const nsa__matrix *keys) {
+                                  const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
-    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->present;
+    const int ahead = b->next_key, begin = b->key, n = b->present;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        if (p->x->v.data) nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        if (!f->scores_alone)
+            nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, 0, p->v.width);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, 0, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
         else if (k.rows)
@@ -8196,47 +8223,51 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
 /* The batch's scores as rows of s, `apart` numbers from each other. A non-finite key makes a
    non-finite score, so keys are tested one by one, in copies, only if a score is not finite. The
    last tile may be short: of its keys only `present` exist, and masks hide the rest. */
-static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
-                                 const nsa__tile_iter *it, const nsa__batch *b, ptrdiff_t apart,
-                                 nsa_real *s) {
+static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
+                                 ptrdiff_t apart, nsa_real *s) {
     const nsa__attend_plan *p = job->plan;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
     if (k.data || !p->k.pairs) {
-        nsa__in_place_product(f, job, it, b, &k);
+        nsa__in_place_product(f, job, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
         k = nsa__rows_copied(f, job, &p->x->k, &p->k, b);
-        nsa__in_place_product(f, job, it, b, &k);
+        nsa__in_place_product(f, job, b, &k);
     }
     p->tiles->transpose(n, b->rows, f->columns, f->s_t, apart, s);
     for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += apart)
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
-   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+/* out = out * shrink + p v for the batch's keys, of the columns at hand. Non-finite rows of values
+   come from copies, as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
-                               const nsa__matrix *weights, const nsa__result *out) {
+                               const nsa__matrix *weights, const nsa__result *sums) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *o = &p->v;
-    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
-    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
-    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
+    const nsa__operand *all = &p->v, o = nsa__operand_columns(all, f->wide);
+    const int ahead = o.pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
+    const nsa__matrix paired = {f->paired, o.wide, 1, NULL};
+    nsa__result out = *sums;
+    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, all, b, f->order);
     int done = 0;
-    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
-    if (v.data)
-        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
-    if (!done) {
-        v = nsa__rows_copied(f, job, &p->x->v, o, b);
-        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
+    out.data += f->first;
+    if (!v.data && !o.pairs) v = nsa__rows_widened(f, job, &p->x->v, all, b->key, n);
+    if (v.data) {
+        v.data += nsa__columns_along(&o, f->first);
+        done = ahead ? o.pairs->pair_rows(n, o.wide, &v, f->paired) : nsa__finite_rows(&o, &v, n);
     }
-    if (o->pairs && !ahead)
-        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
+    if (!done) {
+        v = nsa__rows_copied(f, job, &p->x->v, all, b);
+        v.data += nsa__columns_along(&o, f->first);
+        if (ahead) o.pairs->pair_rows(n, o.wide, &v, f->paired);
+    }
+    if (o.pairs && !ahead)
+        o.pairs->gemm_singles(b->rows, o.wide, n, weights, &v, &out);
     else
-        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
+        nsa__product_over(&o, b->rows, n, weights, ahead ? &paired : &v, &out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------------
@@ -8249,7 +8280,6 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->seq = *seq;
     job->head = head;
     job->query_head = head * p->group;
-    job->parts = 1;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =
@@ -8594,7 +8624,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     const nsa__attend_plan *p = job->plan;
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    nsa__in_place_scores(&f->in_place, job, &f->iter, b, apart, scores);
+    nsa__in_place_scores(&f->in_place, job, b, apart, scores);
     nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
@@ -8634,18 +8664,6 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
-/* Makes `own` the job of some of the query heads, with a plan for so many. Their sums need nothing
-   of the others. */
-static const nsa__head_job *nsa__part_of(nsa__head_job *own, nsa__attend_plan *plan,
-                                         const nsa__head_job *job, int part) {
-    *plan = *job->plan;
-    plan->group /= job->parts;
-    *own = *job;
-    own->plan = plan;
-    own->query_head += part * plan->group;
-    return own;
-}
-
 /* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
@@ -8654,13 +8672,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__head_job part, own;
-    nsa__attend_plan plan;
-    if (job->parts > 1) {
-        const int number = (int)(nth % job->parts);
-        nth /= job->parts;
-        job = nsa__part_of(&part, &plan, job, number);
-    }
+    nsa__head_job own;
     if (nth >= nsa__head_tasks(job)) return;
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
@@ -8677,6 +8689,237 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
         }
     nsa__forward_end(&f, job);
 }
+
+/* ---- Attention: one task by several threads -----------------------------------------------------
+   Twin: none; a step of few queries is split there by keys (kernels/decode_attend.cuh). Not here:
+   products, sums (attend_in_place.h).
+   A step of decoding may have fewer tasks than threads. Then a task's batches are computed some at
+   a time, in three loops, each over smaller tasks:
+     scores:  q k^T of a few batches
+     softmax: of a few rows, through all batches at hand
+     sums:    p v of a few columns, through all batches at hand
+   Each number is the same sum in the same order as nsa__forward_task computes it alone. */
+
+/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. */
+typedef struct nsa__split {
+    const nsa__head_job *job; /* NULL: there is no such task */
+    nsa__head_job own;        /* the job of one query, whose keys are gathered */
+    nsa__forward f;
+    int from;            /* of the tile's queries, the first of the next batch */
+    int n, most;         /* batches at hand, and room for them */
+    nsa__batch *batches; /* the query, row and mask of each lie in the next two: */
+    uint64_t *masks;     /* of each batch and query */
+    int *ascending;      /* 0, 1, 2, ...: queries of a batch in place are neighbours */
+    uint64_t *nonfinite; /* of each batch: non-finite keys, then those of each part of columns */
+    nsa_real *shrink;    /* of each batch and row */
+    nsa_real *p;         /* (rows, stride): p of all batches; before, scores that are not kept */
+    ptrdiff_t stride;
+} nsa__split;
+
+/* Queries and rows of a batch. */
+static int nsa__split_queries(const nsa__attend_plan *p) {
+    return (int)nsa__max(1, nsa__min(p->d->count, p->cut.batch_queries));
+}
+static int nsa__split_rows(const nsa__attend_plan *p) {
+    return nsa__split_queries(p) * p->group;
+}
+
+/* Returns where the split lies. More queries have fewer batches at hand, and all have the room of
+   the most, because a workspace for many must serve fewer. */
+static nsa__split *nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
+    const int queries = p->cut.batch_queries, tile = p->cut.tile;
+    const int64_t numbers =
+        nsa__max(NSA__SPLIT_NUMBERS / tile, (int64_t)NSA__SPLIT_BATCHES * queries * p->group);
+    const int64_t masks = nsa__max(numbers / p->group, 1);
+    nsa__split *at = (nsa__split *)nsa__alloc(a, 1, sizeof *at);
+    memset(s, 0, sizeof *s);
+    nsa__forward_alloc(&s->f, p, a);
+    s->most = (int)nsa__max(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / tile / nsa__split_rows(p));
+    s->stride = (ptrdiff_t)s->most * tile + NSA__LANES;
+    s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
+    s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
+    s->nonfinite = (uint64_t *)nsa__alloc(a, masks * (1 + NSA__SPLIT_PARTS), sizeof *s->nonfinite);
+    s->ascending = (int *)nsa__alloc(a, (int64_t)queries * p->group, sizeof *s->ascending);
+    s->shrink = nsa__alloc_reals(a, numbers + NSA__LANES);
+    s->p = nsa__alloc_reals(a, numbers * tile + (int64_t)queries * p->group * NSA__LANES);
+    return at;
+}
+
+/* What the loops share. */
+typedef struct nsa__splits {
+    const nsa__head_job *jobs;
+    const nsa__team *team;
+    int heads, count; /* jobs, and tasks of them that are split */
+    int columns;      /* of a part */
+} nsa__splits;
+
+static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
+    return (nsa__split *)(void *)(all->team->scratch + all->team->scratch_bytes * (size_t)i);
+}
+
+/* Task i of those that are split, from its begin; jobs alternate. */
+static void nsa__split_begin(const nsa__splits *all, int i) {
+    const nsa__head_job *job = &all->jobs[i % all->heads];
+    const int task = i / all->heads;
+    nsa__split s;
+    nsa__arena a = {(char *)nsa__split_at(all, i), 0};
+    nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
+    *at = s;
+    if (task >= nsa__head_tasks(job)) return;
+    at->job = job;
+    if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + task);
+    for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
+    nsa__forward_begin(&at->f, at->job, task);
+    at->f.iter.tile_queries = 0;
+}
+
+/* Takes the next batches in hand; none is left if they are none. */
+static void nsa__split_take(nsa__split *s) {
+    nsa__tile_iter *it = &s->f.iter;
+    for (s->n = 0; s->job && s->n < s->most; s->n++) {
+        nsa__batch *b = &s->batches[s->n];
+        if (s->from >= it->tile_queries) {
+            if (!nsa__tile_iter_next(it, s->job)) break;
+            s->from = 0;
+        }
+        *b = nsa__batch_at(it, s->job, s->from);
+        s->from += b->queries;
+        uint64_t *mask = s->masks + (ptrdiff_t)s->n * nsa__split_queries(s->job->plan);
+        memcpy(mask, b->mask, (size_t)b->queries * sizeof *mask);
+        b->mask = mask;
+        b->query = s->ascending + b->query[0];
+        b->row = s->ascending + b->row[0];
+    }
+}
+
+/* The state of a split task with the scratch of the thread that works at it. */
+static nsa__forward nsa__split_scratch(const nsa__split *s, void *scratch) {
+    nsa__split mine;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__forward f = s->f;
+    nsa__split_alloc(&mine, s->job->plan, &a);
+    f.in_place = mine.f.in_place;
+    f.in_place.q_t = s->f.in_place.q_t;
+    f.in_place.scores_alone = 1;
+    f.shrink = mine.f.shrink;
+    return f;
+}
+
+/* Where the scores of batch i are. */
+static nsa_real *nsa__split_scores(const nsa__split *s, int i, ptrdiff_t *apart) {
+    const nsa__attend_plan *p = s->job->plan;
+    *apart = s->stride;
+    if (!p->options.select) return s->p + (ptrdiff_t)i * p->cut.tile;
+    return nsa__forward_scores(&s->f, p, &s->batches[i], apart);
+}
+
+static void nsa__split_score(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    const nsa__split *s = nsa__split_at(all, nth % all->count);
+    const int first = (int)(nth / all->count) * NSA__SPLIT_BATCHES;
+    if (first >= s->n) return;
+    nsa__forward f = nsa__split_scratch(s, scratch);
+    for (int i = first; i < nsa__min(first + NSA__SPLIT_BATCHES, s->n); i++) {
+        ptrdiff_t apart;
+        nsa_real *scores = nsa__split_scores(s, i, &apart);
+        nsa__in_place_scores(&f.in_place, s->job, &s->batches[i], apart, scores);
+        s->nonfinite[i * (1 + NSA__SPLIT_PARTS)] = f.in_place.nonfinite;
+    }
+}
+
+/* Rows of a task of the softmax: they share a mask. */
+static int nsa__split_softmax_rows(const nsa__attend_plan *p) {
+    return p->group % NSA__SPLIT_ROWS ? p->group : NSA__SPLIT_ROWS;
+}
+
+static void nsa__split_softmax(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    const nsa__split *s = nsa__split_at(all, nth % all->count);
+    if (!s->n) return;
+    const nsa__attend_plan *p = s->job->plan;
+    const int rows = nsa__split_softmax_rows(p), first = (int)(nth / all->count) * rows;
+    const nsa__forward f = nsa__split_scratch(s, scratch);
+    const nsa__running so_far = {f.m, f.l, f.shrink};
+    for (int i = 0; i < s->n; i++) {
+        const nsa__batch *b = &s->batches[i];
+        const int at = first - b->row[0]; /* in the batch */
+        if (at < 0 || at >= b->rows) continue;
+        ptrdiff_t apart;
+        nsa_real *scores = nsa__split_scores(s, i, &apart) + at * apart;
+        nsa_real *weights = s->p + at * s->stride + (ptrdiff_t)i * p->cut.tile;
+        nsa__scored x = nsa__batch_scored(p, b);
+        x.rows = x.group = rows;
+        x.mask += at / p->group;
+        x.row += at;
+        p->tiles->softmax(&x, apart, scores, s->stride, weights, &so_far);
+        memcpy(s->shrink + (ptrdiff_t)i * nsa__split_rows(p) + at, f.shrink,
+               (size_t)rows * sizeof *f.shrink);
+        if (p->v.pairs) p->v.pairs->round_rows(rows, x.n, s->stride, weights);
+    }
+}
+
+static void nsa__split_sum(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    const nsa__split *s = nsa__split_at(all, nth % all->count);
+    const int part = (int)(nth / all->count), first = part * all->columns;
+    if (!s->n) return;
+    const nsa__attend_plan *p = s->job->plan;
+    const int wide = (int)nsa__min(all->columns, p->v.wide - first);
+    nsa__forward f = nsa__split_scratch(s, scratch);
+    f.in_place.first = first;
+    f.in_place.wide = wide;
+    for (int i = 0; i < s->n; i++) {
+        const int ahead = s->batches[i].next_key;
+        const nsa_real *shrink = s->shrink + (ptrdiff_t)i * nsa__split_rows(p);
+        const nsa__matrix weights = {s->p + (ptrdiff_t)i * p->cut.tile, s->stride, 1, NULL};
+        const nsa__result out = {f.out, p->v.wide, s->batches[i].row, 1, shrink};
+        f.in_place.nonfinite = 0;
+        nsa__fetch_rows(s->job, &p->x->v, ahead, ahead + p->cut.tile, first, wide);
+        nsa__in_place_sums(&f.in_place, s->job, &s->batches[i], &weights, &out);
+        s->nonfinite[i * (1 + NSA__SPLIT_PARTS) + 1 + part] = f.in_place.nonfinite;
+    }
+}
+
+/* Marks the rows that read what is not finite. */
+static void nsa__split_note(nsa__split *s, int parts) {
+    for (int i = 0; i < s->n; i++) {
+        uint64_t nonfinite = 0;
+        for (int j = 0; j <= parts; j++) nonfinite |= s->nonfinite[i * (1 + NSA__SPLIT_PARTS) + j];
+        nsa__forward_note(&s->f, s->job, &s->batches[i], nonfinite << s->batches[i].begin);
+    }
+}
+
+/* Runs `count` tasks of the jobs, fewer than the team has threads. */
+static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
+    const nsa__attend_plan *p = jobs->plan;
+    nsa__splits all = {jobs, team, heads, count, 0};
+    const int64_t vectors = p->v.wide / NSA__LANES;
+    const int64_t wanted = nsa__min(nsa__ceil_div(team->threads, count), NSA__SPLIT_PARTS);
+    all.columns = (int)nsa__ceil_div(vectors, nsa__min(wanted, vectors)) * NSA__LANES;
+    const int parts = (int)nsa__ceil_div(p->v.wide, all.columns);
+    for (int i = 0; i < count; i++) nsa__split_begin(&all, i);
+    for (int most = 1; most;) {
+        most = 0;
+        for (int i = 0; i < count; i++) {
+            nsa__split *s = nsa__split_at(&all, i);
+            nsa__split_take(s);
+            most = s->n > most ? s->n : most;
+        }
+        if (!most) break;
+        nsa__run(team, count * nsa__ceil_div(most, NSA__SPLIT_BATCHES), nsa__split_score, &all);
+        nsa__run(team, (int64_t)count * nsa__split_rows(p) / nsa__split_softmax_rows(p),
+                 nsa__split_softmax, &all);
+        nsa__run(team, (int64_t)count * parts, nsa__split_sum, &all);
+        for (int i = 0; i < count; i++) nsa__split_note(nsa__split_at(&all, i), parts);
+    }
+    for (int i = 0; i < count; i++) {
+        nsa__split *s = nsa__split_at(&all, i);
+        if (s->job) nsa__forward_end(&s->f, s->job);
+    }
+}
+
+/* ---- Attention: forward, a call -----------------------------------------------------------------
+   Twin: none. Not here: a task (attend_forward.h, attend_split.h). */
 
 /* Head jobs of sequences with few queries that run side by side. */
 static int64_t nsa__in_place_slots(const nsa__attend_plan *p) {
@@ -8708,13 +8951,13 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
                                              nsa__traits_of[branch].lists || options.select != NULL,
                                              nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_NEAR];
-    nsa__forward f;
+    nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
     nsa__plan_pairs(&p);
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
-    nsa__forward_alloc(&f, &p, &scratch);
+    nsa__split_alloc(&split, &p, &scratch);
     p.shared = shared.used;
     p.scratch = nsa__pack_scratch(&p, scratch.used);
     return p;
@@ -8725,13 +8968,11 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
-   have empty ones. Where threads would idle, some share a job's query heads, but not for selection,
-   which needs a group's sum, nor where reads are counted. */
+   have empty ones. */
 static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team fewer = *team;
     int64_t work = 0, most = 0;
-    int parts = 1;
     for (int i = 0; i < n; i++) {
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
@@ -8739,12 +8980,12 @@ static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team)
         most = nsa__max(most, nsa__head_tasks(&jobs[i]));
         jobs[i].heads = n;
     }
-    fewer.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
-    while (!p->options.select && !p->options.reads && n * most * parts < fewer.threads &&
-           p->group % (2 * parts * NSA__PART_ROWS) == 0)
-        parts *= 2;
-    for (int i = 0; i < n; i++) jobs[i].parts = parts;
-    nsa__run(&fewer, n * most * parts, nsa__forward_task, jobs);
+    work *= (int64_t)p->group * (p->k.wide + p->v.wide);
+    fewer.threads = nsa__threads_for(team->threads, work, p->options.awake);
+    if (n * most < fewer.threads)
+        nsa__split_run(jobs, n, (int)(n * most), &fewer);
+    else
+        nsa__run(&fewer, n * most, nsa__forward_task, jobs);
 }
 
 /* Runs the sequences with few queries and the queries that gather, which read keys in place.
@@ -9186,7 +9427,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL};
+static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, 0};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
@@ -9521,6 +9762,7 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     }
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     nsa__in_place_alloc(&f->in_place, p, a);
+    f->in_place.scores_alone = 1;
     if (p->d->count > p->cut.in_place_max)
         f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
 }
@@ -9583,7 +9825,7 @@ static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const ns
     nsa_real *s = x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
     uint64_t nonfinite;
     if (job->in_place) {
-        nsa__in_place_scores(&f->in_place, job, &f->iter, b, stride, s);
+        nsa__in_place_scores(&f->in_place, job, b, stride, s);
         nonfinite = f->in_place.nonfinite;
     } else {
         const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
@@ -9738,7 +9980,7 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
         return;
     }
     const int64_t queries = jobs->seq.count, tiles = nsa__scorer_task_tiles(p);
-    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys);
+    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys, 0);
     for (int i = 0; i < jobs->heads; i++) {
         one.keys[0] = jobs[i];
         one.keys[0].heads = 1;
@@ -10245,7 +10487,7 @@ static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
 static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
     nsa__team team = {nsa__threads(d), NULL, 0};
-    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
+    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width, 0);
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 
@@ -10602,8 +10844,8 @@ typedef struct nsa__decode_result {
     nsa_status status;
 } nsa__decode_result;
 
-/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence;
-   a single sequence uses all threads. */
+/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More, or fewer kv heads than
+   threads: one task per sequence; a single sequence uses all threads. */
 typedef struct nsa__decode_job {
     const nsa_attention *x;
     nsa_cache *cache;
@@ -10698,9 +10940,9 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL},
-                              of_slc = {NULL, 0, reads + each, NULL},
-                              of_win = {NULL, win, reads + 2 * each, NULL};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, 1},
+                              of_slc = {NULL, 0, reads + each, NULL, 1},
+                              of_win = {NULL, win, reads + 2 * each, NULL, 1};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
@@ -10751,10 +10993,9 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
     nsa__chain_plan chain;
     nsa__arena shared = {NULL, 0}, task = {NULL, 0};
-    if (count <= nsa__batch_queries(all))
-        p.parts = all->kv_heads;
-    else
-        p.single_task = all->batch == 1;
+    p.single_task =
+        all->batch == 1 && (count > nsa__batch_queries(all) || nsa__threads(all) > all->kv_heads);
+    if (count <= nsa__batch_queries(all) && !p.single_task) p.parts = all->kv_heads;
     if (p.single_task) p.threads = threads;
     count = (int)nsa__min(count, all->tokens);
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
@@ -10859,9 +11100,10 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
     p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
-    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
+    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p), 0);
     if (p.single_task) { /* gets all of the workspace, whose size decides how many threads */
-        p.threads = cache->desc.threads;
+        const int awake = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p), 0) > 1;
+        p.threads = awake ? cache->desc.threads : 1;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }
     return nsa__decode_run(&p, &team, reads);

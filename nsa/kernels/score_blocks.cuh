@@ -1,6 +1,6 @@
 /* score_blocks.cuh: lists of the best blocks by scores that are no attention: weighed products,
    summed over the heads of a group, of every block the largest or the mean.
-   Twin: nsa.h, "Selection by scores that are no attention". The kernel is that of
+   Twin: nsa.h, "Selection by scores of keys". The kernel is that of
    select_blocks.cuh, the ranking that of select_lists.cuh.
    Not here: a T x T buffer. Queries go chunk by chunk; the workspace holds the scores of one. */
 #ifndef NSA_SCORE_BLOCKS_CUH

@@ -41,6 +41,8 @@ extern "C" {
 #include "attend_rows.h"
 #include "select_scores.h"
 #include "attend_forward.h"
+#include "attend_split.h"
+#include "attend_forward_run.h"
 #include "attend_backward.h"
 #include "attend.h"
 #include "merge.h"

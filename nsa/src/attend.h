@@ -2,10 +2,10 @@
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 #pragma once
-#include "attend_forward.h"
+#include "attend_forward_run.h"
 #include "attend_backward.h"
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL};
+static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, 0};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);

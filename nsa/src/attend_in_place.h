@@ -27,15 +27,6 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
     return rows;
 }
 
-/* The first key of the tile that the task iterates to next; job->keys if there is none. */
-static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = it->tile + 1;
-    if (nsa__inverts(job))
-        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
-}
-
 /* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
    a product has contiguous rows: queries are cheap to transpose, keys are not. */
 typedef struct nsa__in_place {
@@ -45,12 +36,16 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
+    int scores_alone;    /* 1: values are not multiplied next */
+    int first, wide;     /* columns of v that are summed */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
+    f->scores_alone = f->first = 0;
+    f->wide = p->v.wide;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
@@ -85,18 +80,18 @@ static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job
    still in L1 when it is multiplied. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
-                                  const nsa__tile_iter *it, const nsa__batch *b,
-                                  const nsa__matrix *keys) {
+                                  const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
-    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->present;
+    const int ahead = b->next_key, begin = b->key, n = b->present;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        if (p->x->v.data) nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        if (!f->scores_alone)
+            nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, 0, p->v.width);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, 0, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
         else if (k.rows)
@@ -122,45 +117,49 @@ static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, 
 /* The batch's scores as rows of s, `apart` numbers from each other. A non-finite key makes a
    non-finite score, so keys are tested one by one, in copies, only if a score is not finite. The
    last tile may be short: of its keys only `present` exist, and masks hide the rest. */
-static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
-                                 const nsa__tile_iter *it, const nsa__batch *b, ptrdiff_t apart,
-                                 nsa_real *s) {
+static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
+                                 ptrdiff_t apart, nsa_real *s) {
     const nsa__attend_plan *p = job->plan;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
     if (k.data || !p->k.pairs) {
-        nsa__in_place_product(f, job, it, b, &k);
+        nsa__in_place_product(f, job, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
         k = nsa__rows_copied(f, job, &p->x->k, &p->k, b);
-        nsa__in_place_product(f, job, it, b, &k);
+        nsa__in_place_product(f, job, b, &k);
     }
     p->tiles->transpose(n, b->rows, f->columns, f->s_t, apart, s);
     for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += apart)
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
-   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+/* out = out * shrink + p v for the batch's keys, of the columns at hand. Non-finite rows of values
+   come from copies, as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
-                               const nsa__matrix *weights, const nsa__result *out) {
+                               const nsa__matrix *weights, const nsa__result *sums) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *o = &p->v;
-    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
-    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
-    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
+    const nsa__operand *all = &p->v, o = nsa__operand_columns(all, f->wide);
+    const int ahead = o.pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
+    const nsa__matrix paired = {f->paired, o.wide, 1, NULL};
+    nsa__result out = *sums;
+    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, all, b, f->order);
     int done = 0;
-    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
-    if (v.data)
-        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
-    if (!done) {
-        v = nsa__rows_copied(f, job, &p->x->v, o, b);
-        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
+    out.data += f->first;
+    if (!v.data && !o.pairs) v = nsa__rows_widened(f, job, &p->x->v, all, b->key, n);
+    if (v.data) {
+        v.data += nsa__columns_along(&o, f->first);
+        done = ahead ? o.pairs->pair_rows(n, o.wide, &v, f->paired) : nsa__finite_rows(&o, &v, n);
     }
-    if (o->pairs && !ahead)
-        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
+    if (!done) {
+        v = nsa__rows_copied(f, job, &p->x->v, all, b);
+        v.data += nsa__columns_along(&o, f->first);
+        if (ahead) o.pairs->pair_rows(n, o.wide, &v, f->paired);
+    }
+    if (o.pairs && !ahead)
+        o.pairs->gemm_singles(b->rows, o.wide, n, weights, &v, &out);
     else
-        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
+        nsa__product_over(&o, b->rows, n, weights, ahead ? &paired : &v, &out);
 }

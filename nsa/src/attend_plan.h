@@ -18,6 +18,7 @@ typedef struct nsa__attend_options {
     int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
+    int awake;                 /* the call's threads have just worked */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -50,7 +51,6 @@ typedef struct nsa__head_job {
     nsa__seq seq;
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int query_head;           /* the first of its query heads */
-    int parts;                /* tasks that share a job's query heads */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
     nsa__key_layout rows;     /* where K and V lie */

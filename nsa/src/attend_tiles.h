@@ -205,7 +205,17 @@ typedef struct nsa__batch {
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
     int key, present; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
+    int next_key;     /* the first of the tile that the task iterates to next; or all keys */
 } nsa__batch;
+
+/* The first key of the tile that the task iterates to next; job->keys if there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = it->tile + 1;
+    if (nsa__inverts(job))
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
+}
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
    both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
@@ -213,7 +223,7 @@ typedef struct nsa__batch {
    sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -226,6 +236,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
+    b.next_key = nsa__tile_iter_peek(it, job);
     return b;
 }
 

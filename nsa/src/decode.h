@@ -124,8 +124,8 @@ typedef struct nsa__decode_result {
     nsa_status status;
 } nsa__decode_result;
 
-/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence;
-   a single sequence uses all threads. */
+/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More, or fewer kv heads than
+   threads: one task per sequence; a single sequence uses all threads. */
 typedef struct nsa__decode_job {
     const nsa_attention *x;
     nsa_cache *cache;
@@ -220,9 +220,9 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL},
-                              of_slc = {NULL, 0, reads + each, NULL},
-                              of_win = {NULL, win, reads + 2 * each, NULL};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, 1},
+                              of_slc = {NULL, 0, reads + each, NULL, 1},
+                              of_win = {NULL, win, reads + 2 * each, NULL, 1};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
@@ -273,10 +273,9 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
     nsa__chain_plan chain;
     nsa__arena shared = {NULL, 0}, task = {NULL, 0};
-    if (count <= nsa__batch_queries(all))
-        p.parts = all->kv_heads;
-    else
-        p.single_task = all->batch == 1;
+    p.single_task =
+        all->batch == 1 && (count > nsa__batch_queries(all) || nsa__threads(all) > all->kv_heads);
+    if (count <= nsa__batch_queries(all) && !p.single_task) p.parts = all->kv_heads;
     if (p.single_task) p.threads = threads;
     count = (int)nsa__min(count, all->tokens);
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
@@ -381,9 +380,10 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
     p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
-    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
+    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p), 0);
     if (p.single_task) { /* gets all of the workspace, whose size decides how many threads */
-        p.threads = cache->desc.threads;
+        const int awake = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p), 0) > 1;
+        p.threads = awake ? cache->desc.threads : 1;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }
     return nsa__decode_run(&p, &team, reads);

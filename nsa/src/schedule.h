@@ -45,8 +45,12 @@ enum {
     NSA__PENDING = 8,
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
-    /* in place: heads of a job that idle threads share, of each; Zen 3, two: dense 16/1/64 1.27 */
-    NSA__PART_ROWS = 8,
+    /* a task by several threads: batches of a task of scores, rows of one of the softmax, parts of
+       the columns at most, and numbers of p that are at hand, which L2 holds */
+    NSA__SPLIT_BATCHES = 4,
+    NSA__SPLIT_ROWS = 8,
+    NSA__SPLIT_PARTS = 8,
+    NSA__SPLIT_NUMBERS = 1 << 15,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */

@@ -58,6 +58,7 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     }
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     nsa__in_place_alloc(&f->in_place, p, a);
+    f->in_place.scores_alone = 1;
     if (p->d->count > p->cut.in_place_max)
         f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
 }
@@ -120,7 +121,7 @@ static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const ns
     nsa_real *s = x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
     uint64_t nonfinite;
     if (job->in_place) {
-        nsa__in_place_scores(&f->in_place, job, &f->iter, b, stride, s);
+        nsa__in_place_scores(&f->in_place, job, b, stride, s);
         nonfinite = f->in_place.nonfinite;
     } else {
         const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
@@ -275,7 +276,7 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
         return;
     }
     const int64_t queries = jobs->seq.count, tiles = nsa__scorer_task_tiles(p);
-    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys);
+    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys, 0);
     for (int i = 0; i < jobs->heads; i++) {
         one.keys[0] = jobs[i];
         one.keys[0].heads = 1;

@@ -16,27 +16,32 @@ typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 #define NSA__IN_ORDER dynamic
 #endif
 
-/* Threads for this many multiply-adds. Waking a thread takes some 50 us; with less work than that a
-   parallel region does not pay. It depends on the shape alone, and no bit depends on it. */
-static int nsa__threads_for(int threads, int64_t work) {
-    const int64_t worth = (int64_t)1 << 22;
+/* Threads for this many multiply-adds. Waking a thread takes some 50 us, and with less work than
+   that a parallel region does not pay; one that has just worked still looks for more. It depends on
+   the shape alone, and no bit depends on it. */
+static int nsa__threads_for(int threads, int64_t work, int awake) {
+    const int64_t worth = (int64_t)1 << (awake ? 19 : 22);
     return (int)nsa__max(1, nsa__min(threads, work / worth));
 }
 
 /* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
-   tasks read neighbouring rows and often the same tiles; no result depends on the order. */
+   tasks read neighbouring rows and often the same tiles; no result depends on the order. One thread
+   enters no parallel region: what its tasks run would be nested there, with threads of its own that
+   are created each time. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
 #ifdef _OPENMP
-    int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
-#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER) if (threads > 1)
-    for (int64_t i = 0; i < tasks; i++)
-        task(context, i,
-             team->scratch_bytes
-                 ? team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num()
-                 : NULL);
-#else
-    for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
+    int threads = (int)nsa__min(team->threads, tasks);
+    if (threads > 1) {
+#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER)
+        for (int64_t i = 0; i < tasks; i++)
+            task(context, i,
+                 team->scratch_bytes
+                     ? team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num()
+                     : NULL);
+        return;
+    }
 #endif
+    for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 }
 
 /* -- ordered tasks --

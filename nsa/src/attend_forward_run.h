@@ -1,0 +1,107 @@
+/* ---- Attention: forward, a call -----------------------------------------------------------------
+   Twin: none. Not here: a task (attend_forward.h, attend_split.h). */
+#pragma once
+#include "attend_split.h"
+
+/* Head jobs of sequences with few queries that run side by side. */
+static int64_t nsa__in_place_slots(const nsa__attend_plan *p) {
+    return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
+}
+
+/* What the jobs take of the shared workspace. A plan counts it, without a base. Returns the jobs
+   that read in place. */
+static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                          nsa__arena *shared) {
+    nsa__head_job *in_place =
+        (nsa__head_job *)nsa__alloc(shared, nsa__in_place_slots(p), sizeof(nsa__head_job));
+    for (int i = 0; i < p->cut.head_slots; i++) {
+        nsa__head_job *job = &jobs[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
+        *job = nsa__job_make(p);
+        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->d->count <= p->cut.in_place_max) continue;
+        nsa__alloc_keys(job, shared, 0, 0);
+        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
+    }
+    return in_place;
+}
+
+/* Plans for `x`, which is NULL in a size query. */
+static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
+                                          nsa__branch branch, nsa__attend_options options) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
+                                             nsa__traits_of[branch].lists || options.select != NULL,
+                                             nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEADS_NEAR];
+    nsa__split split;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    p.options = options;
+    nsa__plan_pairs(&p);
+    p.cut.in_place_max = p.cut.batch_queries;
+    nsa__forward_layout(jobs, &p, &shared);
+    nsa__split_alloc(&split, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = nsa__pack_scratch(&p, scratch.used);
+    return p;
+}
+
+static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
+}
+
+/* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
+   have empty ones. */
+static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
+    const nsa__attend_plan *p = jobs->plan;
+    nsa__team fewer = *team;
+    int64_t work = 0, most = 0;
+    for (int i = 0; i < n; i++) {
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
+        if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        work += keys * jobs[i].seq.count;
+        most = nsa__max(most, nsa__head_tasks(&jobs[i]));
+        jobs[i].heads = n;
+    }
+    work *= (int64_t)p->group * (p->k.wide + p->v.wide);
+    fewer.threads = nsa__threads_for(team->threads, work, p->options.awake);
+    if (n * most < fewer.threads)
+        nsa__split_run(jobs, n, (int)(n * most), &fewer);
+    else
+        nsa__run(&fewer, n * most, nsa__forward_task, jobs);
+}
+
+/* Runs the sequences with few queries and the queries that gather, which read keys in place.
+   Nothing is packed for them, so heads of many sequences run at once. */
+static void nsa__forward_in_place(const nsa__head_job *any, nsa__head_job *jobs,
+                                  const nsa__team *team) {
+    const nsa__attend_plan *p = any->plan;
+    int n = 0;
+    for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
+        for (int i = 0; i < 2 * p->heads; i++) {
+            const int gathers = i / p->heads;
+            const nsa__seq part = nsa__seq_part(p, seq, gathers);
+            if (!part.count || (!gathers && part.count > p->cut.in_place_max)) continue;
+            jobs[n] = *any;
+            jobs[n].gathers = gathers;
+            nsa__set_head(&jobs[n], &part, i % p->heads, 0);
+            if (++n < nsa__in_place_slots(p)) continue;
+            nsa__in_place_run(jobs, n, team);
+            n = 0;
+        }
+    if (n) nsa__in_place_run(jobs, n, team);
+}
+
+static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEADS_NEAR];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
+    for (int i = 0; i < p->cut.head_slots; i++) {
+        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+    }
+    nsa__forward_in_place(jobs, in_place, &team);
+    nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
+    return NSA_OK;
+}
