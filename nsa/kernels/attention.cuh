@@ -71,9 +71,10 @@ struct nsa__cuda_sum {
 };
 
 struct nsa__cuda_chain_gradient {
+    nsa_attention dx; /* as the primitives see it: sums in place of the caller's views, out for
+                         every branch; k_cmp.out and v_cmp.out are dk_cmp and dv_cmp, f32 */
     nsa__cuda_sum sum[NSA__SUMS];
-    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows, f32 */
-    char *zeros;               /* sums, dk_cmp and dv_cmp lie in one piece */
+    char *zeros; /* sums, dk_cmp and dv_cmp lie in one piece */
     size_t zero_bytes;
     void *rest;                        /* the branches' workspace, then compression's */
     nsa__cuda_attend_params branch[3]; /* cmp, slc, win */
@@ -81,7 +82,7 @@ struct nsa__cuda_chain_gradient {
 
 /* A gradient that one kernel adds to once needs no sum: q, unless slc's queries are gathered, and
    keys whose view no other branch shares. Compression may add more than once. */
-static bool nsa__cuda_chain_adds_once(const nsa_tensor to[NSA__SUMS], int i, const nsa_desc *d) {
+static bool nsa__cuda_chain_adds_once(nsa_tensor *const to[NSA__SUMS], int i, const nsa_desc *d) {
     if (i == NSA__SUM_Q) {
         nsa__cuda_attend_params slc;
         nsa__arena none = {NULL, 0};
@@ -90,7 +91,7 @@ static bool nsa__cuda_chain_adds_once(const nsa_tensor to[NSA__SUMS], int i, con
     }
     if (i == NSA__SUM_K_CMP || i == NSA__SUM_V_CMP) return false;
     for (int other = NSA__SUM_K_CMP; other < NSA__SUMS; other++)
-        if (other != i && to[other].data == to[i].data) return false;
+        if (other != i && to[other]->data == to[i]->data) return false;
     return true;
 }
 
@@ -112,35 +113,35 @@ static nsa_tensor nsa__cuda_take_tensor(nsa__arena *a, const nsa_desc *d, nsa_dt
 static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa_attention *dx,
                                           const nsa_attention *x, const nsa_desc *d,
                                           nsa__arena *a) {
-    const nsa_tensor to[NSA__SUMS] = {dx->q,     dx->k_cmp.x, dx->v_cmp.x, dx->k_slc,
-                                      dx->v_slc, dx->k_win,   dx->v_win};
+    nsa_attention own = *dx;
+    nsa_tensor *to[NSA__SUMS], *view[NSA__SUMS];
     const int query_rows = d->begins ? d->tokens : d->count;
     const int blocks = nsa_cmp_count(d, d->tokens);
     const size_t first = a->used;
     g->zeros = a->base ? a->base + first : NULL;
-    g->dk_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->cmp_stride, d->kv_heads, d->dim);
-    g->dv_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->cmp_stride, d->kv_heads, d->dim_v);
+    nsa__sum_views(&own, to);
+    nsa__sum_views(&g->dx, view);
+    g->dx = own;
+    g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
+    g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
+    g->dx.k_cmp.out =
+        nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->cmp_stride, d->kv_heads, d->dim);
+    g->dx.v_cmp.out =
+        nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->cmp_stride, d->kv_heads, d->dim_v);
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__cuda_sum *sum = &g->sum[i];
-        sum->to = sum->view = to[i];
-        sum->owner = false;
+        const bool needed =
+            to[i]->data && to[i]->dtype != NSA_F32 && !nsa__cuda_chain_adds_once(to, i, d);
+        const int same = needed ? nsa__shared_sum(to, d, i) : i;
+        sum->to = *to[i];
+        sum->owner = needed && same == i;
         sum->heads = i == NSA__SUM_Q ? d->heads : d->kv_heads;
-        sum->width =
-            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
-        if (!to[i].data || to[i].dtype == NSA_F32) continue;
-        if (nsa__cuda_chain_adds_once(to, i, d)) continue;
-        int same = i; /* q has rows of its own; of the keys the first of this view holds the sum.
-                         Rows of another width in the same memory have their own */
-        for (int other = i - 1; other > NSA__SUM_Q; other--)
-            if (nsa__same_view(&to[other], &to[i]) && g->sum[other].width == sum->width)
-                same = other;
-        if (same < i) {
-            sum->view = g->sum[same].view;
-            continue;
-        }
-        sum->owner = true;
-        sum->view = nsa__cuda_take_tensor(a, d, NSA_F32, i == NSA__SUM_Q ? query_rows : d->tokens,
-                                          1, sum->heads, sum->width);
+        sum->width = nsa__sum_width(d, i);
+        if (sum->owner)
+            *view[i] = nsa__cuda_take_tensor(
+                a, d, NSA_F32, i == NSA__SUM_Q ? query_rows : d->tokens, 1, sum->heads, sum->width);
+        if (same < i) *view[i] = *view[same];
+        sum->view = *view[i];
     }
     g->zero_bytes = a->used - first;
     g->rest = a->base ? a->base + a->used : NULL;
@@ -174,17 +175,14 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
 /* The branches' parameters, and which of their keys are not finite; win shares slc's answer where
    it shares slc's keys. */
 static nsa_status nsa__cuda_chain_prepare(nsa__cuda_chain_gradient *g, const nsa__chain *c,
-                                          const nsa_attention *dx, cudaStream_t stream) {
+                                          cudaStream_t stream) {
     const nsa_attend x[3] = {c->cmp, c->slc, c->win};
-    const nsa_tensor dk[3] = {g->dk_cmp, g->sum[NSA__SUM_K_SLC].view, g->sum[NSA__SUM_K_WIN].view};
-    const nsa_tensor dv[3] = {g->dv_cmp, g->sum[NSA__SUM_V_SLC].view, g->sum[NSA__SUM_V_WIN].view};
+    const nsa__chain dc = nsa__chain_of(&g->dx);
+    const nsa_attend dx[3] = {dc.cmp, dc.slc, dc.win};
     for (int i = 0; i < 3; i++) {
         nsa__cuda_attend_params *params = &g->branch[i];
         params->x = x[i];
-        params->dx.out = dx->out;
-        params->dx.q = g->sum[NSA__SUM_Q].view;
-        params->dx.k = dk[i];
-        params->dx.v = dv[i];
+        params->dx = dx[i];
         if (i == 2 && nsa__same_view(&x[1].k, &x[2].k) && nsa__same_view(&x[1].v, &x[2].v))
             params->bad = g->branch[1].bad, params->d.begins = g->branch[1].d.begins;
         else
@@ -195,16 +193,15 @@ static nsa_status nsa__cuda_chain_prepare(nsa__cuda_chain_gradient *g, const nsa
 
 /* The terms of every row in all branches, and the gate's gradient. */
 static nsa_status nsa__cuda_chain_rows(const nsa__cuda_chain_gradient *g, const nsa__chain *c,
-                                       const nsa_attention *dx, const nsa_desc *d,
-                                       cudaStream_t stream) {
+                                       const nsa_desc *d, cudaStream_t stream) {
     nsa__cuda_rows_params rows = {};
     rows.d = g->branch[0].d;
     rows.branches = 3;
     rows.gate_heads = d->gate_heads;
     rows.rows_of = g->branch[0].rows_of;
-    rows.dout = dx->out;
+    rows.dout = g->dx.out;
     rows.logits = c->gate.logits;
-    rows.dlogits = dx->gates;
+    rows.dlogits = g->dx.gates;
     for (int i = 0; i < 3; i++) {
         rows.out[i] = g->branch[i].x.out;
         rows.lse[i] = g->branch[i].x.lse;
@@ -226,23 +223,13 @@ static nsa_status nsa__cuda_chain_dq(const nsa__cuda_chain_gradient *g, cudaStre
 }
 
 static nsa_status nsa__cuda_chain_attend(nsa__cuda_chain_gradient *g, const nsa__chain *c,
-                                         const nsa_attention *dx, const nsa_desc *d,
-                                         cudaStream_t stream) {
+                                         const nsa_desc *d, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    NSA__CHECK(nsa__cuda_chain_prepare(g, c, dx, stream));
-    NSA__CHECK(nsa__cuda_chain_rows(g, c, dx, d, stream));
-    if (dx->q.data) NSA__CHECK(nsa__cuda_chain_dq(g, stream));
+    NSA__CHECK(nsa__cuda_chain_prepare(g, c, stream));
+    NSA__CHECK(nsa__cuda_chain_rows(g, c, d, stream));
+    if (g->dx.q.data) NSA__CHECK(nsa__cuda_chain_dq(g, stream));
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__cuda_attend_dkv(&g->branch[i], stream));
     return NSA_OK;
-}
-
-static nsa_status nsa__cuda_chain_compress(const nsa_compress *dx, const nsa_compress *x,
-                                           const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
-                                           void *rest, cudaStream_t stream) {
-    nsa_compress gradient = *dx;
-    gradient.out = dout;
-    gradient.x = to;
-    return nsa__cuda_compress_backward_run(&gradient, x, d, rest, stream);
 }
 
 enum { NSA__CUDA_FLUSH_THREADS = 128 };
@@ -294,11 +281,9 @@ extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
     const nsa__chain c = nsa__chain_of(x);
     if (g.zero_bytes) NSA__CHECK(nsa__cuda_status(nsa__memset(g.zeros, 0, g.zero_bytes, stream)));
-    NSA__CHECK(nsa__cuda_chain_attend(&g, &c, dx, d, stream));
-    NSA__CHECK(nsa__cuda_chain_compress(&dx->k_cmp, &x->k_cmp, d, g.dk_cmp,
-                                        g.sum[NSA__SUM_K_CMP].view, g.rest, stream));
-    NSA__CHECK(nsa__cuda_chain_compress(&dx->v_cmp, &x->v_cmp, d, g.dv_cmp,
-                                        g.sum[NSA__SUM_V_CMP].view, g.rest, stream));
+    NSA__CHECK(nsa__cuda_chain_attend(&g, &c, d, stream));
+    NSA__CHECK(nsa__cuda_compress_backward_run(&g.dx.k_cmp, &x->k_cmp, d, g.rest, stream));
+    NSA__CHECK(nsa__cuda_compress_backward_run(&g.dx.v_cmp, &x->v_cmp, d, g.rest, stream));
     return nsa__cuda_chain_flush(&g, d, stream);
 }
 

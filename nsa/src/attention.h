@@ -91,8 +91,8 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
-    const nsa_tensor *to; /* the caller's view */
-    nsa_tensor *view;     /* what the primitives add to: a copy of *to, or reals in workspace */
+    nsa_tensor to;    /* the caller's view */
+    nsa_tensor *view; /* what the primitives add to: a copy of *to, or reals in workspace */
     nsa__shape shape;
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
@@ -179,23 +179,14 @@ static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_
     return slice;
 }
 
-/* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
-   width are apart, because their rows are not the same rows. q is never shared. */
-static int nsa__shared_sum(const nsa__sum *sums, int i) {
-    for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
-        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].shape.width == sums[i].shape.width)
-            return k;
-    return i;
-}
-
 /* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
    real dtype needs none: the primitives add to the caller's view. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
                                        const nsa_desc *d, nsa__arena *a) {
-    const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
-                                       &dx->v_slc, &dx->k_win,   &dx->v_win};
-    nsa_tensor *view[NSA__SUMS] = {&g->dx.q,     &g->dx.k_cmp.x, &g->dx.v_cmp.x, &g->dx.k_slc,
-                                   &g->dx.v_slc, &g->dx.k_win,   &g->dx.v_win};
+    nsa_attention own = *dx;
+    nsa_tensor *to[NSA__SUMS], *view[NSA__SUMS];
+    nsa__sum_views(&own, to);
+    nsa__sum_views(&g->dx, view);
     g->kv_heads = nsa__chain_heads(d);
     const int heads = d->heads / d->kv_heads * g->kv_heads;
     const nsa__shape of_q = {1, d->count, heads, d->dim}, of_delta = {1, d->count, heads, 3};
@@ -204,12 +195,11 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
-        const int of_v = i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN;
-        sum->to = to[i];
+        sum->to = *to[i];
         sum->view = view[i];
-        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, of_v ? d->dim_v : d->dim);
+        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, nsa__sum_width(d, i));
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
-        const int same = needed ? nsa__shared_sum(g->sum, i) : i;
+        const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
         if (sum->owner) *view[i] = nsa__alloc_tensor(a, sum->shape);
         if (same < i) *view[i] = *view[same];
@@ -304,7 +294,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     nsa_gate logits = c.gate, dlogits = dc.gate;
     nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
     nsa__flush dq = {
-        g->dx.q, nsa__view_at(*q->to, batch, row, head), slice.count, slice.heads, d->dim, 1};
+        g->dx.q, nsa__view_at(q->to, batch, row, head), slice.count, slice.heads, d->dim, 1};
     logits.logits = nsa__view_at(logits.logits, batch, row, gate_head);
     dlogits.logits = nsa__view_at(dlogits.logits, batch, row, gate_head);
     gate.delta_out = dlogits.logits.data ? &g->delta_out : NULL;
@@ -331,7 +321,7 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
         if (!sum->owner) continue;
         for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
             const nsa__flush f = {nsa__view_at(*sum->view, seq.keys.batch, seq.keys.row, 0),
-                                  nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
+                                  nsa__view_at(sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
                                   (int)sum->shape.heads,
                                   (int)sum->shape.width,

@@ -401,6 +401,24 @@ enum {
     NSA__SUMS
 };
 
+/* These views of a gradient struct. */
+static void nsa__sum_views(nsa_attention *dx, nsa_tensor *views[NSA__SUMS]) {
+    nsa_tensor *const all[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
+                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
+    memcpy(views, all, sizeof all);
+}
+static int nsa__sum_width(const nsa_desc *d, int i) {
+    return i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
+}
+
+/* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
+   width are apart, because their rows are not the same rows. q is never shared. */
+static int nsa__shared_sum(nsa_tensor *const to[NSA__SUMS], const nsa_desc *d, int i) {
+    for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
+        if (nsa__same_view(to[k], to[i]) && nsa__sum_width(d, k) == nsa__sum_width(d, i)) return k;
+    return i;
+}
+
 /* One of a cache's arrays: what it holds, how many rows, how they are indexed. */
 typedef struct nsa__cache_part {
     nsa_tensor *rows; /* the cache's view */
