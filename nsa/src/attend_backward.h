@@ -9,8 +9,9 @@
    added to the caller's view. A task computes p and ds of a tile once and uses them three times. In
    pairs of bf16 q is as it is, and so is dout: its gate is a factor of p and ds before they are
    rounded, once. dq belongs to the task alone. A tile's dk and dv belong to all tasks that read the
-   tile, which add in a fixed order
-   (nsa__ordered). So all sums have the same bits for any number of threads. */
+   tile, which add in a fixed order (nsa__ordered). So all sums have the same bits for any number
+   of threads. A query that is computed alone is a task, whose tiles hold the keys of its list:
+   products gather their rows, and add to rows of dk and dv. */
 #pragma once
 #include "attend_rows.h"
 
@@ -30,8 +31,26 @@ typedef struct nsa__backward {
     nsa_real *dk, *dv;
     uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
     int32_t pending_tile[NSA__PENDING];
+    int32_t pending_last[NSA__PENDING]; /* what it enters: the tile, or a list's last key there */
     int pending, oldest;
+    /* Of a query that is computed alone: */
+    nsa_real *columns[2]; /* dout and q, transposed */
+    nsa_real *waiting[2]; /* in place of shares: p and ds of the pending tiles */
+    nsa_real *s_t;        /* scores of a tile: a row for each key */
+    nsa__packed *rows;    /* in pairs: rows of its keys as pairs of rows */
+    int keys[NSA__TILE];  /* of the tile at hand */
 } nsa__backward;
+
+static void nsa__alone_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
+                             nsa__arena *of_tile) {
+    const int64_t columns = nsa__whole_vectors(p->group);
+    f->columns[0] = nsa__alloc_reals(a, p->d->dim_v * columns);
+    f->columns[1] = nsa__alloc_reals(a, p->d->dim * columns);
+    for (int i = 0; i < 2; i++)
+        f->waiting[i] = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->group * p->stride_p);
+    f->s_t = nsa__alloc_reals(of_tile, p->cut.tile * columns);
+    f->rows = nsa__alloc_packed(of_tile, (int64_t)p->cut.tile / 2 * p->k.wide);
+}
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
@@ -49,6 +68,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->k.wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->v.wide);
+    if (p->cut.gathers_from < INT_MAX) nsa__alone_alloc(f, p, a, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, batch_rows * p->stride_p / 2);
@@ -207,6 +227,112 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
+/* -- queries that are computed alone -- */
+
+/* dout and q as columns. */
+static void nsa__alone_begin(nsa__backward *f, const nsa__attend_plan *p) {
+    const nsa__operand *operands[] = {&p->v, &p->k};
+    const int columns = nsa__whole_vectors(p->group);
+    for (int i = 0; i < 2; i++) {
+        const nsa_real *x = i ? f->q : f->dout;
+        nsa_real *to = f->columns[i];
+        for (int c = 0; c < operands[i]->depth; c++, to += columns)
+            for (int r = 0; r < columns; r++)
+                to[r] = r < p->group ? x[(ptrdiff_t)r * operands[i]->stride + c] : 0;
+    }
+}
+
+/* The keys of a tile of its list; returns how many. */
+static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile) {
+    const int size = own->plan->cut.tile, begin = tile * size;
+    const int n = (int)nsa__min(size, own->keys - (int64_t)begin);
+    for (int i = 0; i < n; i++) f->keys[i] = (int)nsa__key_in_list(&own->rows, begin + i);
+    return n;
+}
+
+/* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
+static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int n) {
+    const nsa__attend_plan *p = own->plan;
+    const nsa__operand *k = &p->k, *v = &p->v;
+    const ptrdiff_t along = nsa__along_stride(k), along_v = nsa__along_stride(v);
+    const int64_t next = (f->iter.tile + (int64_t)1) * p->cut.tile;
+    for (int i = 0; i < n; i++) {
+        const ptrdiff_t key = f->keys[i];
+        if (own->dv) nsa__fetch(own->dv + key * v->wide, (size_t)v->wide * sizeof(nsa_real));
+        if (own->dk) nsa__fetch(own->dk + key * k->wide, (size_t)k->wide * sizeof(nsa_real));
+        if (next + i >= own->keys) continue;
+        const ptrdiff_t later = (ptrdiff_t)nsa__key_in_list(&own->rows, next + i);
+        nsa__fetch(own->k_of + later * along, (size_t)along * sizeof(nsa_real));
+        nsa__fetch(own->v_of + later * along_v, (size_t)along_v * sizeof(nsa_real));
+    }
+}
+
+/* s = q k^T, or dp = dout v^T, of n keys at hand, and zeros behind them. */
+static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own,
+                               const nsa__operand *o, int n, nsa_real *s) {
+    const nsa__attend_plan *p = own->plan;
+    const int is_k = o == &p->k, columns = nsa__whole_vectors(p->group);
+    const nsa__matrix rows = {is_k ? own->k_of : own->v_of, nsa__along_stride(o), 1, f->keys};
+    const nsa__matrix of_query = {f->columns[is_k], columns, 1, NULL};
+    const nsa__result s_t = nsa__result_at(f->s_t, columns, 0);
+    nsa__product_along(o, n, columns, &rows, &of_query, &s_t);
+    p->tiles->transpose(n, p->group, columns, f->s_t, p->stride_p, s);
+    for (int r = 0; r < p->group; r++, s += p->stride_p)
+        for (int i = n; i < nsa__whole_vectors(n); i++) s[i] = 0;
+}
+
+/* dq += ds k. p and ds of the tile wait for dk and dv. */
+static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
+    const nsa__attend_plan *p = own->plan;
+    const nsa__operand *k = &p->k, *v = &p->v;
+    const nsa__batch b = nsa__batch_at(&f->iter, own, 0);
+    const nsa__scored x = nsa__batch_scored(p, &b);
+    const nsa_real *gate = p->options.gate ? f->gate : NULL;
+    const int ld = p->stride_p, n = nsa__alone_keys(f, own, f->iter.tile);
+    f->pending++;
+    const int newest = nsa__backward_newest(f);
+    nsa_real *s = f->waiting[0] + (ptrdiff_t)newest * p->group * ld;
+    nsa_real *ds = f->waiting[1] + (ptrdiff_t)newest * p->group * ld;
+    f->pending_tile[newest] = f->iter.tile;
+    f->pending_last[newest] = f->keys[n - 1];
+    f->nonfinite_keys[newest] = 0;
+    nsa__alone_fetch(f, own, n);
+    nsa__alone_product(f, own, k, n, s);
+    nsa__alone_product(f, own, v, n, ds);
+    p->tiles->gradient(&x, ld, f->lse, f->delta, s, ds);
+    nsa__round_left(v, &x, ld, gate, s, NULL);
+    const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, ds, f->ds_rows);
+    nsa__backward_note(f, own, &b);
+    if (!p->dx->q.data) return;
+    const nsa__matrix gathered = {own->k_of, nsa__along_stride(k), 1, f->keys};
+    const nsa__matrix rows = nsa__rows_for_over(k, n, gathered, f->rows);
+    const nsa__matrix left = {ds_rows, nsa__rows_over(k, ld), 1, NULL};
+    const nsa__result dq = {f->dq, k->wide, b.row, 1, NULL};
+    nsa__product_over(k, b.rows, n, &left, &rows, &dq);
+}
+
+/* dv += p^T dout and dk += ds^T q, for the tile that has waited longest. */
+static void nsa__alone_add(nsa__backward *f, const nsa__head_job *own) {
+    const nsa__attend_plan *p = own->plan;
+    const nsa__operand *operands[] = {&p->v, &p->k};
+    const nsa_real *of_query[] = {f->dout, f->q};
+    nsa_real *sums[] = {own->dv, own->dk};
+    const int ld = p->stride_p, tile = p->cut.tile;
+    const int n = nsa__alone_keys(f, own, f->pending_tile[f->oldest]);
+    for (int i = 0; i < 2; i++) {
+        const nsa__operand *o = operands[i];
+        const nsa__matrix by_row = {of_query[i], o->stride, 1, NULL};
+        const nsa__matrix right = nsa__rows_for_over(o, p->group, by_row, f->paired);
+        const nsa__matrix left = {f->waiting[i] + (ptrdiff_t)f->oldest * p->group * ld, 1, ld,
+                                  NULL};
+        const nsa__result sum = {sums[i], o->wide, f->keys, 1, NULL};
+        if (sums[i]) nsa__product_over(o, n, p->group, &left, &right, &sum);
+    }
+    for (int i = 0; i < n; i++)
+        if (f->nonfinite_keys[f->oldest] >> i & 1)
+            own->nonfinite_keys[f->keys[i] / tile] |= (uint64_t)1 << f->keys[i] % tile;
+}
+
 /* A slot of the backward pass: the slot, the task's state, then the arrays of that state. */
 typedef struct nsa__backward_slot {
     nsa__task_slot slot;
@@ -238,7 +364,7 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     f->pending++;
     const int newest = nsa__backward_newest(f), n = p->cut.tile * p->k.wide,
               n_v = p->cut.tile * p->v.wide;
-    f->pending_tile[newest] = f->iter.tile;
+    f->pending_tile[newest] = f->pending_last[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
     memset(f->dk + newest * n, 0, (size_t)n * sizeof *f->dk);
     memset(f->dv + newest * n_v, 0, (size_t)n_v * sizeof *f->dv);
@@ -253,17 +379,26 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
     for (int i = 0; i < n; i++) sum[i] += x[i];
 }
 
-/* Adds the oldest share to the tile's sums, and returns the tile. */
-static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
+/* Adds the oldest share to the tile's sums. */
+static void nsa__backward_share(const nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int32_t oldest = f->oldest, tile = f->pending_tile[oldest];
     int n = p->cut.tile * p->k.wide, n_v = p->cut.tile * p->v.wide;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
+}
+
+/* Adds what has waited longest, and returns what the task has then left. */
+static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
+    const int32_t last = f->pending_last[f->oldest];
+    if (job->gathers)
+        nsa__alone_add(f, job);
+    else
+        nsa__backward_share(f, job);
     f->pending--;
     f->oldest = f->pending ? (f->oldest + 1) % NSA__PENDING : 0;
-    return tile;
+    return last + 1;
 }
 
 /* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
@@ -272,28 +407,32 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
 static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot, void *scratch) {
     int64_t nth = slot->task;
     const nsa__head_job *job = nsa__job_of(ordered->context, &nth);
+    nsa__head_job alone;
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
     nsa__backward *f = nsa__backward_at(job->plan, slot, &of_tile, &own);
     nsa__tile_iter *it = &f->iter;
+    /* from the last queries on: they have most to read, which no thread should begin last */
+    nth = nsa__head_tasks(job) - 1 - nth;
+    if (job->gathers) job = nsa__gather(&alone, job, job->seq.first + (int)nth);
     if (!slot->started) {
-        /* from the last queries on: they have most to read, which no thread should begin last */
-        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - nth);
+        nsa__backward_begin(f, job, nth);
+        if (job->gathers) nsa__alone_begin(f, job->plan);
         nsa__tile_iter_next(it, job);
         slot->started = 1;
         slot->migrated = 0;
     } else if (f->pending &&
-               nsa__may_enter(ordered, slot->predecessor, f->pending_tile[f->oldest])) {
-        nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job) + 1);
+               nsa__may_enter(ordered, slot->predecessor, f->pending_last[f->oldest])) {
+        nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
         slot->migrated = 0;
-        nsa__backward_tile(f, job);
+        (job->gathers ? nsa__alone_tile : nsa__backward_tile)(f, job);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);
         return 1;
     }
-    int32_t wait_tile = f->pending ? f->pending_tile[f->oldest] : INT32_MAX - 1;
+    int32_t wait_tile = f->pending ? f->pending_last[f->oldest] : INT32_MAX - 1;
     if (it->tile < it->tile_end && f->pending < NSA__PENDING) wait_tile = -1;
     nsa__write(&slot->wait_tile, wait_tile);
     return 0;
@@ -338,13 +477,18 @@ static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
     int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
-    int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, p->cut.task_queries));
+    const int alone = p->cut.gathers_from < INT_MAX, each = alone ? 1 : p->cut.task_queries;
+    int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, each));
     int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
     for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
         *job = nsa__job_make(p);
         job->progress = progress;
         nsa__alloc_keys(job, shared, 1, 1);
+        if (alone) {
+            job->k_of = nsa__alloc_packed(shared, tiles * p->cut.tile * nsa__along_stride(&p->k));
+            job->v_of = nsa__alloc_packed(shared, tiles * p->cut.tile * nsa__along_stride(&p->v));
+        }
         job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->k.wide);
         job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->v.wide);
         job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
@@ -381,10 +525,21 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     return p;
 }
 
+/* The queries that share tiles, then those that are computed alone. */
 static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__ordered ordered = nsa__backward_ordered(jobs);
-    ordered.tasks = (int32_t)nsa__query_tasks(jobs);
-    nsa__run_ordered(team, &ordered);
+    const nsa__seq seq = jobs->seq;
+    for (int gathers = 0; gathers < 2; gathers++) {
+        const nsa__seq part = nsa__seq_part(jobs->plan, seq, gathers);
+        for (int i = 0; i < jobs->heads; i++) {
+            jobs[i].seq = part;
+            jobs[i].gathers = gathers;
+            if (gathers) jobs[i].task_queries = 1;
+        }
+        ordered.tasks = (int32_t)nsa__query_tasks(jobs);
+        if (part.count) nsa__run_ordered(team, &ordered);
+    }
+    for (int i = 0; i < jobs->heads; i++) jobs[i].seq = seq, jobs[i].gathers = 0;
     nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
              nsa__key_gradient_task, jobs);
 }

@@ -107,6 +107,17 @@ static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, p
     return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
 }
 
+/* Copies the rows of a tile's keys, each as a product along it takes it; non-finite ones as zeros.
+ */
+static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int begin,
+                           nsa__packed *rows) {
+    const int end = (int)nsa__min((int64_t)begin + job->plan->cut.tile, job->keys);
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    for (int key = begin; rows && key < end; key++)
+        nsa__copy_operand(o, rows + key * (ptrdiff_t)nsa__along_stride(o), x,
+                          nsa__walk_keys(job, x, o->width, key, end));
+}
+
 /* A thread's scratch, of which a task takes `task` bytes and packing some rows. */
 static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     nsa__arena rows = {NULL, 0};
@@ -129,6 +140,8 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
                                job->v_t ? job->v_t + key * v->depth : NULL, scratch);
     job->nonfinite[tile] = nonfinite;
+    nsa__pack_rows(job, k, (int)key, job->k_of);
+    nsa__pack_rows(job, v, (int)key, job->v_of);
 }
 
 /* Marks the tiles that any list names, because a few queries of a long cache read few tiles.

@@ -59,6 +59,7 @@ typedef struct nsa__head_job {
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
     nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
+    nsa__packed *k_of, *v_of; /* backward of listed keys: rows that products along them gather */
     uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
     unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
     nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */

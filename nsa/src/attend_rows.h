@@ -37,14 +37,14 @@ static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const ns
 }
 
 /* Packs the keys of a few heads of a sequence, then calls `work` for them: for all heads of every
-   sequence with more than `few` queries. Packing and work are two parallel loops, because a task
-   reads tiles that other threads have packed. */
+   sequence with more than `few` queries, not counting those that forward gathers. Packing and work
+   are two parallel loops, because a task reads tiles that other threads have packed. */
 static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
-        const nsa__seq part = nsa__seq_part(p, seq, 0);
+        const nsa__seq part = p->dx ? seq : nsa__seq_part(p, seq, 0);
         for (int head = 0; part.count > few && head < p->heads; head += jobs->heads) {
             nsa__pack_heads(jobs, team, &part, head);
             work(jobs, team);

@@ -47,8 +47,9 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
 static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job *job, int query) {
     const nsa__attend_plan *p = job->plan;
     const int32_t *list = nsa__block_list(job, query);
-    int n = 0, begin = 0, end = 0, next, behind;
-    for (; nsa__span(job, list, query, n, &next, &behind); n++) begin = next, end = behind;
+    const int n = nsa__first_listed(list, p->list_width, INT_MAX);
+    int begin = 0, end = 0;
+    if (n) nsa__span(job, list, query, n - 1, &begin, &end);
     *own = *job;
     own->rows.list = list;
     own->rows.list_block = p->d->slc_block;

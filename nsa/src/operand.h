@@ -95,6 +95,11 @@ static nsa_real nsa__sum_scale(const nsa__operand *o) {
     return o->pairs ? o->scale : 1;
 }
 
+/* From one row to the next of rows that are multiplied along and lie side by side. */
+static int nsa__along_stride(const nsa__operand *o) {
+    return o->pairs ? o->wide / 2 : o->wide;
+}
+
 /* Whether n rows of a matrix are finite. */
 static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
     int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =

@@ -125,14 +125,14 @@ static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__bra
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
 
-/* Forward, lists whose blocks are no tiles: how many keys a query sees from where on tiles hold the
-   keys that its own list names, and it is computed alone. Below, and in backward, tiles hold
-   neighbouring keys, which queries share. So it pays if a list names few of the keys that lie
-   beside its own. A query alone has few rows, and its product rounds them up to whole vectors. */
-static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group) {
+/* Lists whose blocks are no tiles: how many keys a query sees from where on tiles hold the keys
+   that its own list names, and it is computed alone. Below, tiles hold neighbouring keys, which
+   queries share. So it pays if a list names few of the keys that lie beside its own. A query alone
+   has few rows: its products take as long as those of `lost` more. */
+static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group, int lost) {
     const int64_t blocks = nsa_block_list_width(d);
     const int64_t listed = nsa__min(blocks * d->slc_block, INT_MAX);
-    const int64_t least = nsa__ceil_div(listed * (group + NSA__LANES), group);
+    const int64_t least = nsa__ceil_div(listed * (group + lost), group);
     if (!nsa__traits_of[branch].lists || d->slc_block % NSA__LANES == 0) return INT_MAX;
     if (blocks * (d->slc_block + NSA__BESIDE) < least || least > INT_MAX) return INT_MAX;
     return (int)least;
@@ -149,7 +149,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
     s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
-    s.gathers_from = nsa__gathers_from(d, branch, group);
+    s.gathers_from = nsa__gathers_from(d, branch, group, NSA__LANES);
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
@@ -174,7 +174,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
-    s.gathers_from = INT_MAX;
+    s.gathers_from = nsa__gathers_from(d, branch, group, 2 * NSA__LANES);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);

@@ -62,7 +62,7 @@ static const geometry geometries[] = {
     /* lists of blocks that are no tiles: of queries that see many keys tiles hold listed ones */
     {"blocks of 2", 2, 120, 16, 1, 32, 32, 2, 1, 2, 5, 0, 1, 20, 0, NULL},
     {"blocks of 3", 4, 345, 4, 1, 16, 16, 3, 3, 3, 22, 0, 1, 20, 0, begins_four},
-    {"single tokens", 1, 260, 8, 1, 16, 24, 1, 1, 1, 70, 1, 2, 20, 0, NULL},
+    {"single tokens", 1, 280, 12, 1, 16, 24, 1, 1, 1, 70, 1, 2, 20, 0, NULL},
 #endif
 #ifdef CHECK_CUDA
     /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, of single
