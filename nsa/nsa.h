@@ -238,8 +238,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa);
 /* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if the caller's
    rows in it are bf16 (q k^T: q and k; p v: v alone; dout v^T: dx.out and v) and `isa` has such
    products. Sums stay f32; p and ds are the library's own, and rounded to bf16 once there, as on
-   CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
-   backward dx.out must be bf16 too. */
+   CUDA. All other rows are widened to f32, and so are those of phi and of the scores of given
+   lists. In backward dx.out must be bf16 too. */
 typedef enum nsa_products {
     NSA_PRODUCTS_BF16 = 0, /* as bf16, where the instruction set has it */
     NSA_PRODUCTS_F32       /* as f32 everywhere */
@@ -10152,10 +10152,8 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d,
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    if (pools)
-        p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
-    else
-        nsa__plan_pairs(&p);
+    if (pools) p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
+    nsa__plan_pairs(&p);
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;

@@ -237,8 +237,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa);
 /* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if the caller's
    rows in it are bf16 (q k^T: q and k; p v: v alone; dout v^T: dx.out and v) and `isa` has such
    products. Sums stay f32; p and ds are the library's own, and rounded to bf16 once there, as on
-   CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
-   backward dx.out must be bf16 too. */
+   CUDA. All other rows are widened to f32, and so are those of phi and of the scores of given
+   lists. In backward dx.out must be bf16 too. */
 typedef enum nsa_products {
     NSA_PRODUCTS_BF16 = 0, /* as bf16, where the instruction set has it */
     NSA_PRODUCTS_F32       /* as f32 everywhere */

@@ -255,10 +255,8 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d,
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    if (pools)
-        p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
-    else
-        nsa__plan_pairs(&p);
+    if (pools) p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
+    nsa__plan_pairs(&p);
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;
