@@ -1,5 +1,5 @@
-/* test_split.c - a step of decoding of one sequence with more threads than kv heads: each number
-   has the bits that one thread gives.
+/* test_idle_threads.c - a step of decoding of one sequence with more threads than kv heads: each
+   number has the bits that one thread gives.
    Twin: nsa/src/attend_split.h. Not here: whether one thread is right (test_decode.c), one branch
    alone (test_attend_dense.c and others). */
 #include <math.h>
@@ -126,5 +126,5 @@ int main(void) {
     numbers[777 * DIM_V + 60] = INFINITY;
     compare(0, 16, 4, "a number of keys and values is inf");
     compare(1, 20, 3, "a number of keys and values is inf");
-    return check_done("test_split");
+    return check_done("test_idle_threads");
 }
