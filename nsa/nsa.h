@@ -961,6 +961,11 @@ static const nsa_desc *nsa__desc_using(const nsa_desc *d, int uses, nsa_desc *ow
     return own;
 }
 
+/* The descriptor for what ranks. */
+static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
+    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
+}
+
 /* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
 static int nsa__is_finite(double x) {
     uint64_t bits;
@@ -1344,9 +1349,10 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
     NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
 #undef NSA__VIEW
 
-/* What shapes are, how rows are checked that are read in pieces, and the sets of dtypes that
-   tensors may have, and lse. */
+/* The check of a descriptor, what shapes are, how rows are checked that are read in pieces, and the
+   sets of dtypes that tensors may have, and lse. */
 typedef struct nsa__side {
+    nsa_status (*desc)(const nsa_desc *d);
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
     nsa__shape (*keys)(const nsa_desc *d, int64_t width);
     nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
@@ -1458,11 +1464,55 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
     return NSA_OK;
 }
 
+/* What an entry looks at first: its descriptor, x, of backward dx, then the views of both. */
+static nsa_status nsa__check_call(const nsa__checked *c, const nsa__view *views, int n,
+                                  const void *dx, const void *x) {
+    NSA__CHECK(c->side->desc(c->d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!c->forward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    for (int i = 0; !c->forward && i < n; i++)
+        if (views[i].rows == NSA__OF_KEYS) NSA__CHECK(nsa__check_backward(c->d, 0));
+    NSA__CHECK(nsa__check_views(c, views, n, x));
+    return c->forward ? NSA_OK : nsa__check_gradients(c, views, n, dx, x);
+}
+
+/* Checks the options of scores, and makes *d the descriptor for keys of `stride` tokens. */
+static nsa_status nsa__score_options(const nsa_score *x, int uses, const nsa_desc **d,
+                                     nsa_desc *own) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
+    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
+    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
+    *d = nsa__desc_using(*d, uses, own);
+    own->cmp_block = own->cmp_stride = x->stride ? x->stride : 1;
+    return NSA_OK;
+}
+
 /* A gradient that is asked for. */
 static nsa_status nsa__check_gradient(const nsa__side *side, const nsa_tensor *dx,
                                       const nsa_tensor *x, nsa__shape shape, int field) {
     if (!dx->data) return NSA_OK;
     return side->rows(dx, shape, nsa__gradient_dtypes(side, x), 1, field | NSA__GRADIENT);
+}
+
+/* RoPE's width is an option, so its views stand in no table. */
+static nsa_status nsa__rope_check(const nsa__side *side, const nsa_rope *dx, const nsa_rope *x,
+                                  const nsa_desc *d, int backward) {
+    NSA__CHECK(side->desc(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__rope_check_options(x));
+    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
+    const nsa__shape shape = side->queries(d, x->heads, x->dim), one = side->queries(d, 1, 1);
+    if (x->positions.data)
+        NSA__CHECK(nsa__check_view(&x->positions, one, NSA__INTS, 0, NSA__AT_positions));
+    if (!backward) {
+        NSA__CHECK(side->rows(&x->x, shape, side->floats, 0, NSA__AT_x));
+        return side->rows(&x->out, shape, side->floats, 1, NSA__AT_out);
+    }
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(side->rows(&dx->out, shape, side->floats, 0, NSA__AT_out | NSA__GRADIENT));
+    return nsa__check_gradient(side, &dx->x, &x->x, shape, NSA__AT_x);
 }
 
 /* phi's parameters, the one list of them. */
@@ -2560,8 +2610,9 @@ static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
 /* The dtypes of tensors here. */
 enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
 
-static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
-                                   nsa__check_view,  NSA__TENSORS,   1u << NSA_REAL_DTYPE};
+static const nsa__side nsa__cpu = {nsa_desc_check,      nsa__query_shape, nsa__key_shape,
+                                   nsa__cmp_shape,      nsa__check_view,  NSA__TENSORS,
+                                   1u << NSA_REAL_DTYPE};
 
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {
@@ -2589,18 +2640,6 @@ static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compress
     const unsigned rows = NSA__TENSORS | (forward ? NSA__SCALED : 0);
     const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
     return c;
-}
-
-/* What an entry looks at first: its descriptor, x, of backward dx, then the views of both. */
-static nsa_status nsa__check_call(const nsa__checked *c, const nsa__view *views, int n,
-                                  const void *dx, const void *x) {
-    NSA__CHECK(nsa_desc_check(c->d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!c->forward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    for (int i = 0; !c->forward && i < n; i++)
-        if (views[i].rows == NSA__OF_KEYS) NSA__CHECK(nsa__check_backward(c->d, 0));
-    NSA__CHECK(nsa__check_views(c, views, n, x));
-    return c->forward ? NSA_OK : nsa__check_gradients(c, views, n, dx, x);
 }
 
 /* ---- Sequences, workspace -----------------------------------------------------------------------
@@ -2798,6 +2837,29 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
     }
 #endif
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
+}
+
+/* Work that is done token by token, for the queries of one sequence after the other. */
+typedef struct nsa__by_token {
+    const nsa__seq *seq;
+    const void *job;                                          /* which sees *seq too */
+    void (*token)(const void *job, int64_t t, void *scratch); /* query t of the sequence */
+} nsa__by_token;
+
+enum { NSA__TASK_TOKENS = 16 };
+
+static void nsa__tokens_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__by_token *by = (const nsa__by_token *)context;
+    const int64_t end = nsa__min(by->seq->count, (nth + 1) * NSA__TASK_TOKENS);
+    for (int64_t t = nth * NSA__TASK_TOKENS; t < end; t++) by->token(by->job, t, scratch);
+}
+
+static void nsa__run_tokens(const nsa__team *team, const nsa_desc *d, nsa__seq *seq,
+                            void (*token)(const void *job, int64_t t, void *scratch),
+                            const void *job) {
+    const nsa__by_token by = {seq, job, token};
+    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
+        nsa__run(team, nsa__ceil_div(seq->count, NSA__TASK_TOKENS), nsa__tokens_task, &by);
 }
 
 /* -- ordered tasks --
@@ -6154,7 +6216,6 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
 
 typedef struct nsa__rope_job {
     const nsa_rope *x, *dx; /* dx NULL: forward */
-    const nsa_desc *d;
     nsa__seq seq;
     double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
     double magnitude;
@@ -6174,62 +6235,49 @@ static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const doub
     }
 }
 
-enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
-
 /* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
    once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
    of 10^6 radians. */
-static void nsa__rope_task(const void *context, int64_t nth, void *scratch) {
+static void nsa__rope_token(const void *context, int64_t t, void *scratch) {
     const nsa__rope_job *p = (const nsa__rope_job *)context;
     const nsa_rope *x = p->x;
+    const nsa_tensor *from = p->dx ? &p->dx->out : &x->x, *to = p->dx ? &p->dx->x : &x->out;
     double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
+    double position = (double)(p->seq.first + t);
     nsa_real row[NSA__MAX_DIM];
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__ROPE_TOKENS);
     (void)scratch;
-    for (int64_t t = nth * NSA__ROPE_TOKENS; t < end; t++) {
-        double position = (double)(p->seq.first + t);
-        if (x->positions.data)
-            position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
-        for (int i = 0; i < x->dim / 2; i++) {
-            cosine[i] = p->magnitude * cos(position * p->frequency[i]);
-            sine[i] = p->magnitude * sin(position * p->frequency[i]);
-        }
-        for (int h = 0; h < x->heads; h++) {
-            const nsa_tensor *from = p->dx ? &p->dx->out : &x->x;
-            nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
-            nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
-            const nsa_tensor *to = p->dx ? &p->dx->x : &x->out;
-            void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
-            if (p->dx)
-                nsa__add(to->dtype, at, 1, row, x->dim);
-            else
-                nsa__store(to->dtype, at, row, x->dim);
-        }
+    if (x->positions.data)
+        position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
+    for (int i = 0; i < x->dim / 2; i++) {
+        cosine[i] = p->magnitude * cos(position * p->frequency[i]);
+        sine[i] = p->magnitude * sin(position * p->frequency[i]);
     }
-}
-
-static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__rope_check_options(x));
-    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
-        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
-    if (!x->positions.data) return NSA_OK;
-    return nsa__check_view(&x->positions, nsa__query_shape(d, 1, 1), NSA__INTS, 0,
-                           NSA__AT_positions);
+    for (int h = 0; h < x->heads; h++) {
+        nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
+        nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
+        void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
+        if (p->dx)
+            nsa__add(to->dtype, at, 1, row, x->dim);
+        else
+            nsa__store(to->dtype, at, row, x->dim);
+    }
 }
 
 /* Frequencies are computed once per call, because pow is slow and they depend on the options alone.
    */
-static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+static nsa_status nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d,
+                                int backward) {
     nsa__rope_job p;
-    nsa__team team = {nsa__threads(d), NULL, 0};
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    NSA__CHECK(nsa__rope_check(&nsa__cpu, dx, x, d, backward));
+    if (backward && !dx->x.data) return NSA_OK;
+    const nsa__team team = {nsa__threads(d), NULL, 0};
     p.x = x;
     p.dx = dx;
-    p.d = d;
     nsa__rope_frequencies(x, p.frequency, &p.magnitude);
-    for (p.seq = nsa__seq_begin(d); p.seq.nth < d->batch; nsa__seq_next(d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
+    nsa__run_tokens(&team, d, &p.seq, nsa__rope_token, &p);
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude) {
@@ -6242,26 +6290,10 @@ NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, 
 }
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__rope_check(x, d));
-    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&x->x, shape, NSA__TENSORS, 0, NSA__AT_x));
-    NSA__CHECK(nsa__check_view(&x->out, shape, NSA__TENSORS, 1, NSA__AT_out));
-    nsa__rope_run(NULL, x, d);
-    return NSA_OK;
+    return nsa__rope_run(NULL, x, d, 0);
 }
-
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__rope_check(x, d));
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, NSA__TENSORS, 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&nsa__cpu, &dx->x, &x->x, shape, NSA__AT_x));
-    if (dx->x.data) nsa__rope_run(dx, x, d);
-    return NSA_OK;
+    return nsa__rope_run(dx, x, d, 1);
 }
 
 /* ---- Gate ---------------------------------------------------------------------------------------
@@ -6295,15 +6327,11 @@ static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
     nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
 }
 
-enum { NSA__GATE_TOKENS = 16 };
-
-/* out of some tokens and all heads. */
-static void nsa__gate_forward_task(const void *context, int64_t nth, void *scratch) {
+/* out of all heads of a token. */
+static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
     (void)scratch;
-    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
+    for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
 }
 
 /* dg of one token and gate head, and the branches' gradients of its query heads:
@@ -6344,36 +6372,33 @@ static void nsa__gate_add_delta(const nsa__gate_job *p, int64_t at, int gate_hea
 
 /* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
    without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_task(const void *context, int64_t nth, void *scratch) {
+static void nsa__gate_backward_token(const void *context, int64_t t, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
+    const int64_t at = p->seq.row + t;
     (void)scratch;
-    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < d->gate_heads; h++) {
-            nsa_real g[3], dg[3] = {0, 0, 0};
-            int64_t at = p->seq.row + t;
-            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
-            nsa__gate_weights(d->gate, g);
-            if (p->delta_out)
-                nsa__gate_add_delta(p, at, h, dg);
-            else
-                nsa__gate_backward_head(p, at, h, g, dg);
-            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
-            for (int i = 0; i < 3; i++) {
-                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
-                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-            }
-            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+    for (int h = 0; h < d->gate_heads; h++) {
+        nsa_real g[3], dg[3] = {0, 0, 0};
+        nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
+        nsa__gate_weights(d->gate, g);
+        if (p->delta_out)
+            nsa__gate_add_delta(p, at, h, dg);
+        else
+            nsa__gate_backward_head(p, at, h, g, dg);
+        nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+        for (int i = 0; i < 3; i++) {
+            if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+            if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
         }
+        if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+    }
 }
 
 /* Runs the job for every sequence: backward if it has a dx. */
 static void nsa__gate_run(nsa__gate_job p) {
-    nsa__team team = {nsa__threads(p.d), NULL, 0};
-    for (p.seq = nsa__seq_begin(p.d); p.seq.nth < p.d->batch; nsa__seq_next(p.d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
-                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+    const nsa__team team = {nsa__threads(p.d), NULL, 0};
+    nsa__run_tokens(&team, p.d, &p.seq, p.dx ? nsa__gate_backward_token : nsa__gate_forward_token,
+                    &p);
 }
 
 /* A job without the chain's parts. */
@@ -6388,34 +6413,21 @@ static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, c
     return p;
 }
 
-static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                  const int *fields) {
-    nsa__checked c = nsa__checked_of(d, forward, 0);
-    c.fields = fields;
-    return nsa__check_views(&c, nsa__gate_views, NSA__GATE_VIEWS, x);
+static nsa_status nsa__gate_call(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d,
+                                 int backward) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    const nsa__checked c = nsa__checked_of(d, !backward, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
+    nsa__gate_run(nsa__gate_job_make(dx, x, d));
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__gate_check(x, d, 1, NULL));
-    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
-    return NSA_OK;
+    return nsa__gate_call(NULL, x, d, 0);
 }
-
 NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    const nsa__checked c = nsa__checked_of(d, 0, 0);
-    NSA__CHECK(nsa__gate_check(x, d, 0, NULL));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
-    nsa__gate_run(nsa__gate_job_make(dx, x, d));
-    return NSA_OK;
+    return nsa__gate_call(dx, x, d, 1);
 }
 
 /* ---- Compression --------------------------------------------------------------------------------
@@ -7013,11 +7025,6 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, int 
     }
     for (int j = end; j < candidates; j++) list[n++] = j;
     while (n < width) list[n++] = -1;
-}
-
-/* The descriptor for what ranks. */
-static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
-    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
 }
 
 NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
@@ -9635,24 +9642,19 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-/* Checks the views of a branch, which the chain names by `fields`. `lists` 0: block lists are not
-   checked, because the chain's forward has yet to write them. */
-static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                    int forward, int lists, const int *fields) {
+static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
+                                    nsa__branch branch, int forward) {
     const nsa__traits *is = &nsa__traits_of[branch];
-    nsa__checked c = nsa__checked_of(d, forward, is->compressed);
-    c.fields = fields;
-    NSA__CHECK(nsa__check_views(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, x));
-    return is->lists && lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
+    const nsa__checked c = nsa__checked_of(d, forward, is->compressed);
+    NSA__CHECK(nsa__check_call(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, dx, x));
+    return is->lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
 }
 
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, NULL));
+    NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
     const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
     return nsa__forward_run(&p, workspace, bytes);
 }
@@ -9661,13 +9663,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
                                        nsa__branch branch, void *workspace, size_t bytes) {
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_backward(d, 0));
-    const nsa__checked c = nsa__checked_of(d, 0, nsa__traits_of[branch].compressed);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, NULL));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__attend_views, NSA__ATTEND_VIEWS, dx, x));
+    NSA__CHECK(nsa__attend_check(dx, x, d, branch, 0));
     const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);
 }
@@ -9710,8 +9706,6 @@ typedef struct nsa__merge_sum {
     void *row;
     double *of;
 } nsa__merge_sum;
-
-enum { NSA__MERGE_TOKENS = 16 };
 
 /* Recognised by its bits, because -ffast-math knows no infinity. */
 static int nsa__is_minus_infinity(nsa_real x) {
@@ -9833,17 +9827,15 @@ static void nsa__merge_head_task(const void *context, int64_t head, void *scratc
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_task(const void *context, int64_t nth, void *scratch) {
+static void nsa__merge_token(const void *context, int64_t t, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
-    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__MERGE_TOKENS);
     (void)scratch;
-    for (int64_t t = nth * NSA__MERGE_TOKENS; t < end; t++)
-        for (int h = 0; h < job->d->heads; h++) {
-            if (job->dx)
-                nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
-            else
-                nsa__merge_forward_row(job, job->seq.row + t, h);
-        }
+    for (int h = 0; h < job->d->heads; h++) {
+        if (job->dx)
+            nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
+        else
+            nsa__merge_forward_row(job, job->seq.row + t, h);
+    }
 }
 
 /* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
@@ -9858,43 +9850,32 @@ static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
     return shared ? 1 + heads : 0;
 }
 
-static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+static nsa_status nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d,
+                                 int backward) {
     nsa__merge_job job;
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    nsa__checked c = nsa__checked_of(d, !backward, 0);
+    c.sums = 1;
+    NSA__CHECK(nsa__check_call(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
     nsa__team team = {nsa__threads(d), NULL, 0};
     job.x = x;
     job.dx = dx;
     job.d = d;
-    const int shared = dx ? nsa__merge_sharers(dx, d) : 0;
+    const int shared = backward ? nsa__merge_sharers(dx, d) : 0;
     if (shared > 1) team.threads = 1;
-    if (shared) nsa__run(&team, d->heads, nsa__merge_head_task, &job);
-    job.seq = nsa__seq_begin(d);
-    for (; !shared && job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
-        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
+    if (shared)
+        nsa__run(&team, d->heads, nsa__merge_head_task, &job);
+    else
+        nsa__run_tokens(&team, d, &job.seq, nsa__merge_token, &job);
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    const nsa__checked c = nsa__checked_of(d, 1, 0);
-    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
-    nsa__merge_run(NULL, x, d);
-    return NSA_OK;
+    return nsa__merge_run(NULL, x, d, 0);
 }
-
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    nsa__checked c = nsa__checked_of(d, 0, 0);
-    c.sums = 1;
-    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
-    nsa__merge_run(dx, x, d);
-    return NSA_OK;
+    return nsa__merge_run(dx, x, d, 1);
 }
 
 /* ---- Selection by scores of keys -------------------------------------------------------------
@@ -10212,18 +10193,6 @@ NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
     return nsa__scorer_bytes(nsa__rank_desc(d, &own), 1);
 }
 
-/* Checks the options, and makes *d the descriptor for keys of `stride` tokens. */
-static nsa_status nsa__score_options(const nsa_score *x, int uses, const nsa_desc **d,
-                                     nsa_desc *own) {
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
-    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    *d = nsa__desc_using(*d, uses, own);
-    own->cmp_block = own->cmp_stride = x->stride ? x->stride : 1;
-    return NSA_OK;
-}
-
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                     size_t bytes) {
     nsa_desc own;
@@ -10249,23 +10218,18 @@ typedef struct nsa__rank_job {
     const nsa_tensor *scores;
 } nsa__rank_job;
 
-/* Queries of a task. */
-enum { NSA__RANK_QUERIES = 8 };
-
-/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_task(const void *context, int64_t nth, void *scratch) {
+/* Eq. 11 for a query: its scores as reals, then as ordered integers, then the lists. */
+static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
     const nsa_tensor *x = ((const nsa__rank_job *)context)->scores;
     nsa__head_job job = ((const nsa__rank_job *)context)->job;
     nsa_real *scores = (nsa_real *)scratch;
-    int64_t end = nsa__min(job.seq.count, (nth + 1) * NSA__RANK_QUERIES);
-    for (int64_t t = nth * NSA__RANK_QUERIES; t < end; t++)
-        for (job.head = 0; job.head < job.plan->heads; job.head++) {
-            int query = job.seq.first + (int)t;
-            int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
-            nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
-            nsa__order(scores, n);
-            nsa__rank_query(&job, query, scores);
-        }
+    const int query = job.seq.first + (int)t;
+    const int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
+    for (job.head = 0; job.head < job.plan->heads; job.head++) {
+        nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
+        nsa__order(scores, n);
+        nsa__rank_query(&job, query, scores);
+    }
 }
 
 /* Scratch of a thread: the scores of one list, in whole vectors. */
@@ -10297,9 +10261,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     p.options.select = &to;
     rank.job = nsa__job_make(&p);
     rank.scores = &x->scores;
-    nsa__seq *seq = &rank.job.seq;
-    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
-        nsa__run(&team, nsa__ceil_div(seq->count, NSA__RANK_QUERIES), nsa__rank_task, &rank);
+    nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);
     return NSA_OK;
 }
 
@@ -10544,22 +10506,29 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
     return nsa__chain_check_sizes(x, d, nsa__compress_check_sizes);
 }
 
-/* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
-   backward, so lists are checked only there. */
+/* Views of all parts. Blocks are an output of forward and an input of backward, so lists are
+   checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    const nsa__checked phi = nsa__checked_of(d, forward, 0);
-    nsa__chain c = nsa__chain_of(x);
-    NSA__CHECK(nsa__check_phi(&phi, &x->k_cmp, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__check_phi(&phi, &x->v_cmp, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
-    if (forward) {
-        nsa__checked select = nsa__checked_of(d, 1, 1);
-        select.fields = nsa__chain_select;
-        NSA__CHECK(nsa__check_views(&select, nsa__select_views, NSA__SELECT_VIEWS, &c.select));
+    const nsa__chain c = nsa__chain_of(x);
+    const struct {
+        const nsa__view *views;
+        int n, compressed;
+        const void *x;
+        const int *fields;
+    } parts[] = {{nsa__attend_views, NSA__ATTEND_VIEWS - 1, 1, &c.cmp, nsa__chain_cmp},
+                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.slc, nsa__chain_slc},
+                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.win, nsa__chain_win},
+                 {nsa__gate_views, NSA__GATE_VIEWS, 0, &c.gate, nsa__chain_gate},
+                 {nsa__select_views, NSA__SELECT_VIEWS, 1, &c.select, nsa__chain_select}};
+    nsa__checked part = nsa__checked_of(d, forward, 0);
+    NSA__CHECK(nsa__check_phi(&part, &x->k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&part, &x->v_cmp, NSA__TO_V_CMP));
+    for (int i = 0; i < (forward ? 5 : 4); i++) {
+        part.compressed = parts[i].compressed;
+        part.fields = parts[i].fields;
+        NSA__CHECK(nsa__check_views(&part, parts[i].views, parts[i].n, parts[i].x));
     }
-    return nsa__gate_check(&c.gate, d, forward, nsa__chain_gate);
+    return forward ? NSA_OK : nsa__check_lists(&x->blocks, d, NULL);
 }
 
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */

@@ -118,11 +118,6 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     return NSA_OK;
 }
 
-/* The descriptor for what ranks, as nsa.h's. */
-static inline const nsa_desc *nsa__cuda_rank_desc(const nsa_desc *d, nsa_desc *own) {
-    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
-}
-
 /* Of packed sequences the host knows neither the rows in all nor the last: two rows stand for
    them. */
 static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, bool packed, int64_t rows,
@@ -166,9 +161,9 @@ static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape sh
     return NSA_OK;
 }
 
-static const nsa__side nsa__cuda_side = {nsa__cuda_query_shape, nsa__cuda_key_shape,
-                                         nsa__cuda_cmp_shape,   nsa__cuda_check_rows,
-                                         NSA__FLOATS,           1u << NSA_F32};
+static const nsa__side nsa__cuda_side = {
+    nsa__cuda_check_desc, nsa__cuda_query_shape, nsa__cuda_key_shape, nsa__cuda_cmp_shape,
+    nsa__cuda_check_rows, NSA__FLOATS,           1u << NSA_F32};
 
 /* The views of a call; its rows are of `dtypes`. */
 static inline nsa__checked nsa__cuda_checked_of(const nsa_desc *d, unsigned dtypes, int forward,

@@ -131,9 +131,8 @@ extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d
                                             cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__cuda_gate_check(x, d, 1, NULL));
+    const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 1, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__gate_views, NSA__GATE_VIEWS, NULL, x));
     return nsa__cuda_gate_forward_run(x, d, {NULL}, stream);
 }
 
@@ -141,12 +140,8 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
                                              const nsa_desc *d, cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 0, 0);
-    NSA__CHECK(nsa__cuda_gate_check(x, d, 0, NULL));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
+    NSA__CHECK(nsa__check_call(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
     return nsa__cuda_gate_backward_run(dx, x, d, stream);
 }
 

@@ -102,10 +102,8 @@ extern "C" nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc 
                                              cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 1, 0);
-    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
+    NSA__CHECK(nsa__check_call(&c, nsa__merge_views, NSA__MERGE_VIEWS, NULL, x));
     if (d->count == 0) return NSA_OK;
     nsa__cuda_teams teams;
     dim3 grid;
@@ -119,12 +117,8 @@ extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_mer
                                               const nsa_desc *d, cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     const nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, 0, 0);
-    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
+    NSA__CHECK(nsa__check_call(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
     if (d->count == 0) return NSA_OK;
     nsa__cuda_teams teams;
     dim3 grid;

@@ -71,16 +71,11 @@ static __global__ void nsa__cuda_rope_kernel(nsa_desc d, nsa_rope x, nsa_tensor 
     }
 }
 
-static nsa_status nsa__cuda_rope_check(const nsa_rope *x, const nsa_desc *d) {
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__rope_check_options(x));
-    if (x->dim % 8 || x->dim > NSA__CUDA_MAX_ROW) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
-    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
-        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
-    if (!x->positions.data) return NSA_OK;
-    return nsa__check_view(&x->positions, nsa__cuda_query_shape(d, 1, 1), NSA__INTS, 0,
-                           NSA__AT_positions);
+static nsa_status nsa__cuda_rope_check(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d,
+                                       int backward) {
+    if (x && (x->dim % 8 || x->dim > NSA__CUDA_MAX_ROW))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    return nsa__rope_check(&nsa__cuda_side, dx, x, d, backward);
 }
 
 template <bool BACKWARD>
@@ -106,10 +101,7 @@ extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d
                                             cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__cuda_rope_check(x, d));
-    const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__cuda_check_rows(&x->x, shape, NSA__FLOATS, 0, NSA__AT_x));
-    NSA__CHECK(nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, NSA__AT_out));
+    NSA__CHECK(nsa__cuda_rope_check(NULL, x, d, 0));
     return nsa__cuda_rope_run<false>(x, d, &x->x, &x->out, stream);
 }
 
@@ -118,11 +110,7 @@ extern "C" nsa_status nsa_cuda_rope_backward(const nsa_rope *dx, const nsa_rope 
                                              const nsa_desc *d, cudaStream_t stream) {
     nsa_desc own;
     d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa__cuda_rope_check(x, d));
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&nsa__cuda_side, &dx->x, &x->x, shape, NSA__AT_x));
+    NSA__CHECK(nsa__cuda_rope_check(dx, x, d, 1));
     return dx->x.data ? nsa__cuda_rope_run<true>(x, d, &dx->out, &dx->x, stream) : NSA_OK;
 }
 

@@ -114,31 +114,17 @@ static size_t nsa__cuda_score_bytes(const nsa_desc *d) {
 
 extern "C" size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d) {
     nsa_desc own;
-    d = nsa__cuda_rank_desc(d, &own);
+    d = nsa__rank_desc(d, &own);
     return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_score_bytes(d) : 0;
-}
-
-/* Checks the options and the views of a table of nsa_score. */
-static nsa_status nsa__cuda_score_check(const nsa__checked *c, const nsa__view *views,
-                                        const nsa_score *x) {
-    if (static_cast<unsigned>(x->act) > NSA_SCORE_RELU)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
-    if (static_cast<unsigned>(x->pool) > NSA_POOL_MEAN)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    return nsa__check_views(c, views, NSA__SCORE_VIEWS, x);
 }
 
 extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                             size_t bytes, cudaStream_t stream) {
     nsa_desc own;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    d = nsa__cuda_rank_desc(d, &own);
-    if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
-    NSA__CHECK(nsa__cuda_check_desc(d));
+    NSA__CHECK(nsa__score_options(x, NSA__USES_SLC | NSA__USES_FORCED, &d, &own));
     const nsa__checked c =
-        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, d->cmp_stride > 1);
-    NSA__CHECK(nsa__cuda_score_check(&c, nsa__score_views, x));
+        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, x->stride > 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__score_views, NSA__SCORE_VIEWS, NULL, x));
     NSA__CHECK(nsa__cuda_check_workspace(nsa__cuda_score_bytes(d), workspace, bytes));
     return nsa__cuda_score_run(x, d, workspace, stream);
 }

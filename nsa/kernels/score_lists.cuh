@@ -445,14 +445,6 @@ static nsa_status nsa__cuda_listed_launch(nsa__cuda_listed_params *p, cudaStream
                                        dim3(32 * NSA__LISTED_WARPS), 0, stream, *p));
 }
 
-static nsa_status nsa__cuda_listed_check(const nsa_score *dx, const nsa_score *x,
-                                         const nsa_desc *d) {
-    const nsa__checked c =
-        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), !dx, d->cmp_stride > 1);
-    NSA__CHECK(nsa__cuda_score_check(&c, nsa__listed_views, x));
-    return dx ? nsa__check_gradients(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x) : NSA_OK;
-}
-
 struct nsa__cuda_room {
     void *memory;
     size_t bytes;
@@ -461,14 +453,10 @@ struct nsa__cuda_room {
 static nsa_status nsa__cuda_listed_run(const nsa_score *dx, const nsa_score *x, const nsa_desc *d,
                                        bool backward, nsa__cuda_room room, cudaStream_t stream) {
     nsa_desc own;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (backward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (backward) NSA__CHECK(nsa__check_backward(d, 0));
-    NSA__CHECK(nsa__cuda_listed_check(backward ? dx : NULL, x, d));
+    NSA__CHECK(nsa__score_options(x, NSA__USES_SLC, &d, &own));
+    const nsa__checked c =
+        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), !backward, x->stride > 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x));
     NSA__CHECK(
         nsa__cuda_check_workspace(nsa__cuda_listed_bytes(d, backward), room.memory, room.bytes));
     if (d->count == 0) return NSA_OK;

@@ -133,7 +133,7 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS)
 extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d,
                                            int32_t *list, cudaStream_t stream) {
     nsa_desc own;
-    d = nsa__cuda_rank_desc(d, &own);
+    d = nsa__rank_desc(d, &own);
     const nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!scores || !list)
@@ -177,11 +177,9 @@ static nsa_status nsa__cuda_rank_queries_run(const nsa_rank *x, const nsa_desc *
 extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d,
                                             cudaStream_t stream) {
     nsa_desc own;
-    d = nsa__cuda_rank_desc(d, &own);
-    NSA__CHECK(nsa__cuda_check_desc(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    d = nsa__rank_desc(d, &own);
     const nsa__checked c = nsa__cuda_checked_of(d, 0, 1, 0);
-    NSA__CHECK(nsa__check_views(&c, nsa__rank_views, NSA__RANK_VIEWS, x));
+    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
     const nsa_desc all = nsa__cuda_all_queries(d);
     return nsa__cuda_rank_queries_run(x, &all, false, stream);
 }

@@ -20,24 +20,19 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-/* Checks the views of a branch, which the chain names by `fields`. `lists` 0: block lists are not
-   checked, because the chain's forward has yet to write them. */
-static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                    int forward, int lists, const int *fields) {
+static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
+                                    nsa__branch branch, int forward) {
     const nsa__traits *is = &nsa__traits_of[branch];
-    nsa__checked c = nsa__checked_of(d, forward, is->compressed);
-    c.fields = fields;
-    NSA__CHECK(nsa__check_views(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, x));
-    return is->lists && lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
+    const nsa__checked c = nsa__checked_of(d, forward, is->compressed);
+    NSA__CHECK(nsa__check_call(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, dx, x));
+    return is->lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
 }
 
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, NULL));
+    NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
     const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
     return nsa__forward_run(&p, workspace, bytes);
 }
@@ -46,13 +41,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
                                        nsa__branch branch, void *workspace, size_t bytes) {
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_backward(d, 0));
-    const nsa__checked c = nsa__checked_of(d, 0, nsa__traits_of[branch].compressed);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, NULL));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__attend_views, NSA__ATTEND_VIEWS, dx, x));
+    NSA__CHECK(nsa__attend_check(dx, x, d, branch, 0));
     const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);
 }

@@ -14,22 +14,29 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
     return nsa__chain_check_sizes(x, d, nsa__compress_check_sizes);
 }
 
-/* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
-   backward, so lists are checked only there. */
+/* Views of all parts. Blocks are an output of forward and an input of backward, so lists are
+   checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    const nsa__checked phi = nsa__checked_of(d, forward, 0);
-    nsa__chain c = nsa__chain_of(x);
-    NSA__CHECK(nsa__check_phi(&phi, &x->k_cmp, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__check_phi(&phi, &x->v_cmp, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, nsa__chain_win));
-    if (forward) {
-        nsa__checked select = nsa__checked_of(d, 1, 1);
-        select.fields = nsa__chain_select;
-        NSA__CHECK(nsa__check_views(&select, nsa__select_views, NSA__SELECT_VIEWS, &c.select));
+    const nsa__chain c = nsa__chain_of(x);
+    const struct {
+        const nsa__view *views;
+        int n, compressed;
+        const void *x;
+        const int *fields;
+    } parts[] = {{nsa__attend_views, NSA__ATTEND_VIEWS - 1, 1, &c.cmp, nsa__chain_cmp},
+                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.slc, nsa__chain_slc},
+                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.win, nsa__chain_win},
+                 {nsa__gate_views, NSA__GATE_VIEWS, 0, &c.gate, nsa__chain_gate},
+                 {nsa__select_views, NSA__SELECT_VIEWS, 1, &c.select, nsa__chain_select}};
+    nsa__checked part = nsa__checked_of(d, forward, 0);
+    NSA__CHECK(nsa__check_phi(&part, &x->k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&part, &x->v_cmp, NSA__TO_V_CMP));
+    for (int i = 0; i < (forward ? 5 : 4); i++) {
+        part.compressed = parts[i].compressed;
+        part.fields = parts[i].fields;
+        NSA__CHECK(nsa__check_views(&part, parts[i].views, parts[i].n, parts[i].x));
     }
-    return nsa__gate_check(&c.gate, d, forward, nsa__chain_gate);
+    return forward ? NSA_OK : nsa__check_lists(&x->blocks, d, NULL);
 }
 
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */

@@ -347,8 +347,9 @@ static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
 /* The dtypes of tensors here. */
 enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
 
-static const nsa__side nsa__cpu = {nsa__query_shape, nsa__key_shape, nsa__cmp_shape,
-                                   nsa__check_view,  NSA__TENSORS,   1u << NSA_REAL_DTYPE};
+static const nsa__side nsa__cpu = {nsa_desc_check,      nsa__query_shape, nsa__key_shape,
+                                   nsa__cmp_shape,      nsa__check_view,  NSA__TENSORS,
+                                   1u << NSA_REAL_DTYPE};
 
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {
@@ -376,16 +377,4 @@ static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compress
     const unsigned rows = NSA__TENSORS | (forward ? NSA__SCALED : 0);
     const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
     return c;
-}
-
-/* What an entry looks at first: its descriptor, x, of backward dx, then the views of both. */
-static nsa_status nsa__check_call(const nsa__checked *c, const nsa__view *views, int n,
-                                  const void *dx, const void *x) {
-    NSA__CHECK(nsa_desc_check(c->d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!c->forward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    for (int i = 0; !c->forward && i < n; i++)
-        if (views[i].rows == NSA__OF_KEYS) NSA__CHECK(nsa__check_backward(c->d, 0));
-    NSA__CHECK(nsa__check_views(c, views, n, x));
-    return c->forward ? NSA_OK : nsa__check_gradients(c, views, n, dx, x);
 }

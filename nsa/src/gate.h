@@ -32,15 +32,11 @@ static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
     nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
 }
 
-enum { NSA__GATE_TOKENS = 16 };
-
-/* out of some tokens and all heads. */
-static void nsa__gate_forward_task(const void *context, int64_t nth, void *scratch) {
+/* out of all heads of a token. */
+static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
     (void)scratch;
-    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
+    for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
 }
 
 /* dg of one token and gate head, and the branches' gradients of its query heads:
@@ -81,36 +77,33 @@ static void nsa__gate_add_delta(const nsa__gate_job *p, int64_t at, int gate_hea
 
 /* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
    without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_task(const void *context, int64_t nth, void *scratch) {
+static void nsa__gate_backward_token(const void *context, int64_t t, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
+    const int64_t at = p->seq.row + t;
     (void)scratch;
-    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < d->gate_heads; h++) {
-            nsa_real g[3], dg[3] = {0, 0, 0};
-            int64_t at = p->seq.row + t;
-            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
-            nsa__gate_weights(d->gate, g);
-            if (p->delta_out)
-                nsa__gate_add_delta(p, at, h, dg);
-            else
-                nsa__gate_backward_head(p, at, h, g, dg);
-            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
-            for (int i = 0; i < 3; i++) {
-                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
-                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-            }
-            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+    for (int h = 0; h < d->gate_heads; h++) {
+        nsa_real g[3], dg[3] = {0, 0, 0};
+        nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
+        nsa__gate_weights(d->gate, g);
+        if (p->delta_out)
+            nsa__gate_add_delta(p, at, h, dg);
+        else
+            nsa__gate_backward_head(p, at, h, g, dg);
+        nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+        for (int i = 0; i < 3; i++) {
+            if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+            if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
         }
+        if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+    }
 }
 
 /* Runs the job for every sequence: backward if it has a dx. */
 static void nsa__gate_run(nsa__gate_job p) {
-    nsa__team team = {nsa__threads(p.d), NULL, 0};
-    for (p.seq = nsa__seq_begin(p.d); p.seq.nth < p.d->batch; nsa__seq_next(p.d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
-                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+    const nsa__team team = {nsa__threads(p.d), NULL, 0};
+    nsa__run_tokens(&team, p.d, &p.seq, p.dx ? nsa__gate_backward_token : nsa__gate_forward_token,
+                    &p);
 }
 
 /* A job without the chain's parts. */
@@ -125,32 +118,19 @@ static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, c
     return p;
 }
 
-static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                  const int *fields) {
-    nsa__checked c = nsa__checked_of(d, forward, 0);
-    c.fields = fields;
-    return nsa__check_views(&c, nsa__gate_views, NSA__GATE_VIEWS, x);
+static nsa_status nsa__gate_call(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d,
+                                 int backward) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    const nsa__checked c = nsa__checked_of(d, !backward, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
+    nsa__gate_run(nsa__gate_job_make(dx, x, d));
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__gate_check(x, d, 1, NULL));
-    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
-    return NSA_OK;
+    return nsa__gate_call(NULL, x, d, 0);
 }
-
 NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    const nsa__checked c = nsa__checked_of(d, 0, 0);
-    NSA__CHECK(nsa__gate_check(x, d, 0, NULL));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__gate_views, NSA__GATE_VIEWS, dx, x));
-    nsa__gate_run(nsa__gate_job_make(dx, x, d));
-    return NSA_OK;
+    return nsa__gate_call(dx, x, d, 1);
 }

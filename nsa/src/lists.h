@@ -89,11 +89,6 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, int 
     while (n < width) list[n++] = -1;
 }
 
-/* The descriptor for what ranks. */
-static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
-    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
-}
-
 NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
                                    int32_t *list) {
     nsa_desc own;

@@ -15,8 +15,6 @@ typedef struct nsa__merge_sum {
     double *of;
 } nsa__merge_sum;
 
-enum { NSA__MERGE_TOKENS = 16 };
-
 /* Recognised by its bits, because -ffast-math knows no infinity. */
 static int nsa__is_minus_infinity(nsa_real x) {
     const nsa_real infinity = nsa__minus_infinity();
@@ -137,17 +135,15 @@ static void nsa__merge_head_task(const void *context, int64_t head, void *scratc
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_task(const void *context, int64_t nth, void *scratch) {
+static void nsa__merge_token(const void *context, int64_t t, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
-    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__MERGE_TOKENS);
     (void)scratch;
-    for (int64_t t = nth * NSA__MERGE_TOKENS; t < end; t++)
-        for (int h = 0; h < job->d->heads; h++) {
-            if (job->dx)
-                nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
-            else
-                nsa__merge_forward_row(job, job->seq.row + t, h);
-        }
+    for (int h = 0; h < job->d->heads; h++) {
+        if (job->dx)
+            nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
+        else
+            nsa__merge_forward_row(job, job->seq.row + t, h);
+    }
 }
 
 /* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
@@ -162,41 +158,30 @@ static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
     return shared ? 1 + heads : 0;
 }
 
-static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+static nsa_status nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d,
+                                 int backward) {
     nsa__merge_job job;
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
+    nsa__checked c = nsa__checked_of(d, !backward, 0);
+    c.sums = 1;
+    NSA__CHECK(nsa__check_call(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
     nsa__team team = {nsa__threads(d), NULL, 0};
     job.x = x;
     job.dx = dx;
     job.d = d;
-    const int shared = dx ? nsa__merge_sharers(dx, d) : 0;
+    const int shared = backward ? nsa__merge_sharers(dx, d) : 0;
     if (shared > 1) team.threads = 1;
-    if (shared) nsa__run(&team, d->heads, nsa__merge_head_task, &job);
-    job.seq = nsa__seq_begin(d);
-    for (; !shared && job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
-        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
+    if (shared)
+        nsa__run(&team, d->heads, nsa__merge_head_task, &job);
+    else
+        nsa__run_tokens(&team, d, &job.seq, nsa__merge_token, &job);
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    const nsa__checked c = nsa__checked_of(d, 1, 0);
-    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
-    nsa__merge_run(NULL, x, d);
-    return NSA_OK;
+    return nsa__merge_run(NULL, x, d, 0);
 }
-
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, 0, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    nsa__checked c = nsa__checked_of(d, 0, 0);
-    c.sums = 1;
-    NSA__CHECK(nsa__check_views(&c, nsa__merge_views, NSA__MERGE_VIEWS, x));
-    NSA__CHECK(nsa__check_gradients(&c, nsa__merge_views, NSA__MERGE_VIEWS, dx, x));
-    nsa__merge_run(dx, x, d);
-    return NSA_OK;
+    return nsa__merge_run(dx, x, d, 1);
 }

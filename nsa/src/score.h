@@ -315,18 +315,6 @@ NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
     return nsa__scorer_bytes(nsa__rank_desc(d, &own), 1);
 }
 
-/* Checks the options, and makes *d the descriptor for keys of `stride` tokens. */
-static nsa_status nsa__score_options(const nsa_score *x, int uses, const nsa_desc **d,
-                                     nsa_desc *own) {
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
-    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
-    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    *d = nsa__desc_using(*d, uses, own);
-    own->cmp_block = own->cmp_stride = x->stride ? x->stride : 1;
-    return NSA_OK;
-}
-
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                     size_t bytes) {
     nsa_desc own;

@@ -10,23 +10,18 @@ typedef struct nsa__rank_job {
     const nsa_tensor *scores;
 } nsa__rank_job;
 
-/* Queries of a task. */
-enum { NSA__RANK_QUERIES = 8 };
-
-/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_task(const void *context, int64_t nth, void *scratch) {
+/* Eq. 11 for a query: its scores as reals, then as ordered integers, then the lists. */
+static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
     const nsa_tensor *x = ((const nsa__rank_job *)context)->scores;
     nsa__head_job job = ((const nsa__rank_job *)context)->job;
     nsa_real *scores = (nsa_real *)scratch;
-    int64_t end = nsa__min(job.seq.count, (nth + 1) * NSA__RANK_QUERIES);
-    for (int64_t t = nth * NSA__RANK_QUERIES; t < end; t++)
-        for (job.head = 0; job.head < job.plan->heads; job.head++) {
-            int query = job.seq.first + (int)t;
-            int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
-            nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
-            nsa__order(scores, n);
-            nsa__rank_query(&job, query, scores);
-        }
+    const int query = job.seq.first + (int)t;
+    const int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
+    for (job.head = 0; job.head < job.plan->heads; job.head++) {
+        nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
+        nsa__order(scores, n);
+        nsa__rank_query(&job, query, scores);
+    }
 }
 
 /* Scratch of a thread: the scores of one list, in whole vectors. */
@@ -58,9 +53,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     p.options.select = &to;
     rank.job = nsa__job_make(&p);
     rank.scores = &x->scores;
-    nsa__seq *seq = &rank.job.seq;
-    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
-        nsa__run(&team, nsa__ceil_div(seq->count, NSA__RANK_QUERIES), nsa__rank_task, &rank);
+    nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);
     return NSA_OK;
 }
 

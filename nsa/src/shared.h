@@ -210,6 +210,11 @@ static const nsa_desc *nsa__desc_using(const nsa_desc *d, int uses, nsa_desc *ow
     return own;
 }
 
+/* The descriptor for what ranks. */
+static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
+    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
+}
+
 /* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
 static int nsa__is_finite(double x) {
     uint64_t bits;

@@ -44,6 +44,29 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 }
 
+/* Work that is done token by token, for the queries of one sequence after the other. */
+typedef struct nsa__by_token {
+    const nsa__seq *seq;
+    const void *job;                                          /* which sees *seq too */
+    void (*token)(const void *job, int64_t t, void *scratch); /* query t of the sequence */
+} nsa__by_token;
+
+enum { NSA__TASK_TOKENS = 16 };
+
+static void nsa__tokens_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__by_token *by = (const nsa__by_token *)context;
+    const int64_t end = nsa__min(by->seq->count, (nth + 1) * NSA__TASK_TOKENS);
+    for (int64_t t = nth * NSA__TASK_TOKENS; t < end; t++) by->token(by->job, t, scratch);
+}
+
+static void nsa__run_tokens(const nsa__team *team, const nsa_desc *d, nsa__seq *seq,
+                            void (*token)(const void *job, int64_t t, void *scratch),
+                            const void *job) {
+    const nsa__by_token by = {seq, job, token};
+    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
+        nsa__run(team, nsa__ceil_div(seq->count, NSA__TASK_TOKENS), nsa__tokens_task, &by);
+}
+
 /* -- ordered tasks --
    Backward's tasks add to dk and dv of the same tiles. Each sum must have one order of tasks,
    whatever the number of threads. So a task enters a tile only if the task that it follows, and all

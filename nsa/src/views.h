@@ -108,9 +108,10 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
     NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
 #undef NSA__VIEW
 
-/* What shapes are, how rows are checked that are read in pieces, and the sets of dtypes that
-   tensors may have, and lse. */
+/* The check of a descriptor, what shapes are, how rows are checked that are read in pieces, and the
+   sets of dtypes that tensors may have, and lse. */
 typedef struct nsa__side {
+    nsa_status (*desc)(const nsa_desc *d);
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
     nsa__shape (*keys)(const nsa_desc *d, int64_t width);
     nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
@@ -222,11 +223,55 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
     return NSA_OK;
 }
 
+/* What an entry looks at first: its descriptor, x, of backward dx, then the views of both. */
+static nsa_status nsa__check_call(const nsa__checked *c, const nsa__view *views, int n,
+                                  const void *dx, const void *x) {
+    NSA__CHECK(c->side->desc(c->d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!c->forward && !dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    for (int i = 0; !c->forward && i < n; i++)
+        if (views[i].rows == NSA__OF_KEYS) NSA__CHECK(nsa__check_backward(c->d, 0));
+    NSA__CHECK(nsa__check_views(c, views, n, x));
+    return c->forward ? NSA_OK : nsa__check_gradients(c, views, n, dx, x);
+}
+
+/* Checks the options of scores, and makes *d the descriptor for keys of `stride` tokens. */
+static nsa_status nsa__score_options(const nsa_score *x, int uses, const nsa_desc **d,
+                                     nsa_desc *own) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
+    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
+    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
+    *d = nsa__desc_using(*d, uses, own);
+    own->cmp_block = own->cmp_stride = x->stride ? x->stride : 1;
+    return NSA_OK;
+}
+
 /* A gradient that is asked for. */
 static nsa_status nsa__check_gradient(const nsa__side *side, const nsa_tensor *dx,
                                       const nsa_tensor *x, nsa__shape shape, int field) {
     if (!dx->data) return NSA_OK;
     return side->rows(dx, shape, nsa__gradient_dtypes(side, x), 1, field | NSA__GRADIENT);
+}
+
+/* RoPE's width is an option, so its views stand in no table. */
+static nsa_status nsa__rope_check(const nsa__side *side, const nsa_rope *dx, const nsa_rope *x,
+                                  const nsa_desc *d, int backward) {
+    NSA__CHECK(side->desc(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__rope_check_options(x));
+    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
+    const nsa__shape shape = side->queries(d, x->heads, x->dim), one = side->queries(d, 1, 1);
+    if (x->positions.data)
+        NSA__CHECK(nsa__check_view(&x->positions, one, NSA__INTS, 0, NSA__AT_positions));
+    if (!backward) {
+        NSA__CHECK(side->rows(&x->x, shape, side->floats, 0, NSA__AT_x));
+        return side->rows(&x->out, shape, side->floats, 1, NSA__AT_out);
+    }
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(side->rows(&dx->out, shape, side->floats, 0, NSA__AT_out | NSA__GRADIENT));
+    return nsa__check_gradient(side, &dx->x, &x->x, shape, NSA__AT_x);
 }
 
 /* phi's parameters, the one list of them. */
