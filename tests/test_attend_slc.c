@@ -66,7 +66,17 @@ static void test_shared_block(nsa_dtype dtype) {
     numbers_free(&n);
 }
 
+/* The bad row is one of a query that is computed alone, or one that such queries read: by row T / 3
+   a query sees far more keys than it lists. */
+static void test_bad_list(nsa_dtype dtype) {
+    static const geometry g = {
+        "bad rows of listed tokens", 1, 330, 16, 1, 16, 16, 1, 1, 1, 20, 1, 2, 20, 0, NULL};
+    for (int input = BAD_Q; input <= BAD_DLSE; input++)
+        test_bad_value(&this_branch, &g, dtype, input, NAN);
+}
+
 int main(int argc, char **argv) {
     for (int k = 0; k < COUNT(dtypes); k++) test_shared_block(dtypes[k]);
+    for (int k = 0; !CHECKS_CUDA && k < COUNT(dtypes); k++) test_bad_list(dtypes[k]);
     return attend_main(&this_branch, "test_attend_slc", argc, argv);
 }
