@@ -23,12 +23,14 @@ endif()
 set(NSA_HAVE_SIMT ON)
 set(NSA_SIMT_TEXT "kernels run on the CPU, with the headers in ${NSA_CUDA_HEADERS}")
 
-# Never sanitized itself: it moves stacks, and reads what the sanitizers guard. The switch between
-# stacks has two forms; machines that can have both test both.
+# Never sanitized itself: it moves stacks, and reads what the sanitizers guard. Most of its compilation is
+# headers, so that all but the switch between stacks, which has two forms, is one unit; machines that can have
+# both forms test both.
 set(nsa_simt_sources async atomic bulk checker collective graph kernel launch mbarrier memory report runtime
     schedule tensor tsan wgmma)
 list(TRANSFORM nsa_simt_sources REPLACE "(.+)" "${CMAKE_CURRENT_LIST_DIR}/src/\\1.cpp")
 add_library(nsa_simt OBJECT ${nsa_simt_sources})
+set_target_properties(nsa_simt PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
 add_library(nsa_simt_fiber OBJECT "${CMAKE_CURRENT_LIST_DIR}/src/fiber.cpp")
 add_library(nsa_simt_fiber_ucontext OBJECT "${CMAKE_CURRENT_LIST_DIR}/src/fiber.cpp")
 target_compile_definitions(nsa_simt_fiber_ucontext PRIVATE SIMT_UCONTEXT)
@@ -46,8 +48,8 @@ foreach(target IN ITEMS nsa_simt nsa_simt_fiber nsa_simt_fiber_ucontext)
     target_link_libraries(${target} PRIVATE nsa_simt_language)
 endforeach()
 
-# Kernels are most of what is compiled, and little of what then runs.
-set(nsa_simt_options_plain "$<$<COMPILE_LANGUAGE:C>:-O2>" "$<$<COMPILE_LANGUAGE:CXX>:-O1>")
+# Compiling takes longer than what then runs.
+set(nsa_simt_options_plain -O1)
 # A caller in C may leave any number in an enum, and is to be refused by name. What AddressSanitizer sees
 # too, a null pointer or one beyond its object, is looked at once; a call for each access compiles sooner.
 set(nsa_simt_options_asan -O1 -fno-omit-frame-pointer -fsanitize=address,undefined
@@ -55,8 +57,7 @@ set(nsa_simt_options_asan -O1 -fno-omit-frame-pointer -fsanitize=address,undefin
     "SHELL:--param asan-instrumentation-with-call-threshold=0")
 # The calls alone: the executor answers them (src/tsan.cpp), libtsan is not linked. Host code in C
 # does without.
-set(nsa_simt_options_check "$<$<COMPILE_LANGUAGE:C>:-O2>" "$<$<COMPILE_LANGUAGE:CXX>:-O1>"
-    "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=thread>"
+set(nsa_simt_options_check -O1 "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=thread>"
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:--param tsan-instrument-func-entry-exit=0>")
 
 function(nsa_simt_compile target mode)

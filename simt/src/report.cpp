@@ -8,7 +8,7 @@
 
 namespace simt {
 
-static std::string last;
+static std::string first_error;
 
 phrase text(const char *format, ...) {
     va_list list;
@@ -39,7 +39,7 @@ phrase who(const thread &t) {
 }
 
 const std::string &report() {
-    return last;
+    return first_error;
 }
 
 static void record(const char *message, const char *details) {
@@ -54,7 +54,7 @@ static void record(const char *message, const char *details) {
     full += place(the.request.at).c_str();
     full += "\n";
     if (!config().quiet) fprintf(stderr, "simt: %s", full.c_str());
-    if (last.empty()) last = full; /* the first error is the one to read */
+    if (first_error.empty()) first_error = full; /* the first error is the one to read */
     the.failed = true;
 }
 
@@ -117,7 +117,7 @@ void deadlock(site at) {
 }
 
 void clear_last_report() {
-    last.clear();
+    first_error.clear();
 }
 
 } // namespace simt

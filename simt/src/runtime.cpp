@@ -53,7 +53,7 @@ bool known_event(cudaEvent_t e) {
 }
 
 /* A copy's device sides lie inside one allocation each; `kind` says which side is which. */
-cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+cudaError_t copy_bytes(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
     if (sticky != cudaSuccess) return sticky;
     if (bytes == 0) return cudaSuccess;
     const bool to_device = region_of(to) == region::global;
@@ -302,15 +302,15 @@ cudaError_t cudaFreeHost(void *pointer) {
     return sticky;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-    return refused_by_capture() != cudaSuccess ? last : copy(to, from, bytes, kind);
+    return refused_by_capture() != cudaSuccess ? last : copy_bytes(to, from, bytes, kind);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
     if (!known_stream(stream)) return remember(cudaErrorInvalidResourceHandle);
     if (refused_on_stream(stream) != cudaSuccess) return last;
     if (config().ask) return sticky;
-    if (capture(stream, [=] { copy(to, from, bytes, kind); })) return cudaSuccess;
-    return copy(to, from, bytes, kind);
+    if (capture(stream, [=] { copy_bytes(to, from, bytes, kind); })) return cudaSuccess;
+    return copy_bytes(to, from, bytes, kind);
 }
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
     return refused_by_capture() != cudaSuccess ? last : set(to, value, bytes);

@@ -427,7 +427,9 @@ static inline void ref_scores(const ref_desc *d, const double *q, const double *
                               const double *lse, double *scores) {
     int N = ref_cmp_count(d, d->tokens), J = ref_slc_count(d, d->tokens),
         G = d->heads / d->list_heads;
-    double *group = ref_zeros((size_t)N);
+    double *group = ref_zeros((size_t)N), *overlaps = ref_zeros((size_t)J * (size_t)N);
+    for (int j = 0; j < J; j++)
+        for (int i = 0; i < N; i++) overlaps[j * N + i] = ref_overlap(d, i, j);
     for (int t = 0; t < d->tokens; t++)
         for (int list = 0; list < d->list_heads; list++) {
             for (int i = 0; i < N; i++) group[i] = 0;
@@ -436,17 +438,17 @@ static inline void ref_scores(const ref_desc *d, const double *q, const double *
             for (int j = 0; j < J; j++) {
                 double score = 0;
                 for (int i = 0; i < N; i++) {
-                    int overlap = ref_overlap(d, i, j);
+                    double overlap = overlaps[j * N + i];
                     if (!d->score_max)
                         score += overlap * group[i];
-                    else if (overlap && group[i] > score)
+                    else if (overlap > 0 && group[i] > score)
                         score = group[i];
                 }
                 scores[((size_t)t * (size_t)d->list_heads + (size_t)list) * (size_t)J + (size_t)j] =
                     score;
             }
         }
-    free(group);
+    free(group), free(overlaps);
 }
 
 /* Does query t see a token of block j, and does it see all that a block has? */

@@ -15,6 +15,6 @@ if [ $# -gt 0 ] && ! echo 'int main(void) { return 0; }' | "$compiler" -x c "$@"
     echo "left out: $compiler $* does not link here (clang: libomp-dev)"
     exit 77
 fi
-"$compiler" -std=c11 -O2 -DNSA__WITHOUT_AVX "$@" -I "$root/nsa" -I "$root/tests" "$root/tests/test_threads.c" \
+"$compiler" -std=c11 -O1 -DNSA__WITHOUT_AVX "$@" -I "$root/nsa" -I "$root/tests" "$root/tests/test_threads.c" \
     -o test_threads -lm -pthread
 exec ./test_threads
