@@ -174,7 +174,6 @@ static inline problem problem_new(const branch *br, const nsa_desc *d, const num
     return p;
 }
 
-/* Calls forward in a workspace of the exact size and verifies that nothing else was touched. */
 /* The threads that a workspace has room for; 0: those of the call. */
 static int room_for;
 
@@ -184,6 +183,7 @@ static inline guarded *room_of(size_t (*size)(const nsa_desc *), const problem *
     return workspace_new(size(&d), 1);
 }
 
+/* Calls forward in a workspace of the exact size and verifies that nothing else was touched. */
 static inline nsa_status run_forward(const branch *br, const problem *p) {
     guarded *w = room_of(br->forward_size, p);
     tensor_open_slice(&p->out, &p->d);
