@@ -2747,6 +2747,10 @@ static nsa__arena nsa__arena_at(void *workspace) {
     return nsa__arena_aligned(workspace, NSA__ALIGN);
 }
 
+static size_t nsa__larger(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
 /* Threads that the caller asks for: desc.threads, or what OpenMP offers. */
 static int nsa__threads(const nsa_desc *d) {
 #ifdef _OPENMP
@@ -6739,17 +6743,14 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
 /* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
    NULL. */
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
-    int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
-    if (p->x->phi == NSA_PHI_MEAN) return;
-    p->dw1 = nsa__alloc_reals(a, hidden * flat);
-    p->db1 = nsa__alloc_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
-    if (p->x->phi == NSA_PHI_CONV) return;
-    p->dpos = nsa__alloc_reals(a, flat);
-    p->dw2 = nsa__alloc_reals(a, hidden * p->x->dim);
-    p->db2 = nsa__alloc_reals(a, p->x->dim);
-    p->dh_sum = nsa__alloc_reals(a, hidden);
-    p->act = nsa__alloc_reals(a, p->rows * hidden);
-    p->dh = nsa__alloc_reals(a, p->rows * hidden);
+    nsa__parameter list[5];
+    nsa_real **const sums[5] = {&p->dw1, &p->db1, &p->dpos, &p->dw2, &p->db2};
+    for (int i = 0, count = nsa__parameters(NULL, p->x, p->d, list); i < count; i++)
+        *sums[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
+    if (p->x->phi != NSA_PHI_MLP) return;
+    p->dh_sum = nsa__alloc_reals(a, p->x->hidden);
+    p->act = nsa__alloc_reals(a, p->rows * p->x->hidden);
+    p->dh = nsa__alloc_reals(a, p->rows * p->x->hidden);
 }
 
 /* The job of a call. In backward act and dh of all compressed rows of a kv head are kept, so that h
@@ -6760,7 +6761,6 @@ static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_des
     const int mlp = x->phi == NSA_PHI_MLP;
     nsa__compress_job p;
     nsa__mlp_rows f;
-    nsa__arena tokens = {NULL, 0};
     memset(&p, 0, sizeof p);
     p.x = x;
     p.d = d;
@@ -6770,8 +6770,9 @@ static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_des
     if (mlp) nsa__mlp_alloc_weights(&p, shared);
     if (mlp) nsa__mlp_rows_alloc(&f, &p, scratch);
     if (!mlp && !backward) nsa__alloc_reals(scratch, NSA__CMP_ROWS * x->dim);
+    nsa__arena tokens = {NULL, 0};
     if (mlp && backward) nsa__alloc_reals(&tokens, (int64_t)NSA__CMP_ROWS * d->cmp_stride * x->dim);
-    if (tokens.used > scratch->used) scratch->used = tokens.used;
+    scratch->used = nsa__larger(scratch->used, tokens.used);
     return p;
 }
 
@@ -7070,12 +7071,17 @@ static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *lis
     return -1;
 }
 
-/* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
+/* What an entry for lists looks at first. */
+static nsa_status nsa__check_list_view(const nsa_tensor *blocks, const nsa_desc *d, int writes) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    return nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                           NSA__INTS, writes, NSA__AT_blocks);
+}
+
+/* The form of all lists; the first fault goes to *fault, which may be NULL. */
 static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                                    nsa_block_fault *fault) {
-    NSA__CHECK(nsa__check_view(blocks,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                               NSA__INTS, 0, NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++) {
             const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
@@ -7103,8 +7109,7 @@ NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault) {
     nsa_desc own;
     d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    NSA__CHECK(nsa__check_list_view(blocks, d, 0));
     return nsa__check_lists(blocks, d, fault);
 }
 
@@ -7121,11 +7126,8 @@ static void nsa__sort_blocks(int32_t *list, int n) {
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
     nsa_desc own;
     d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    int width = nsa_block_list_width(d);
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
-                               NSA__AT_blocks));
+    NSA__CHECK(nsa__check_list_view(blocks, d, 1));
+    const int width = nsa_block_list_width(d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
             for (int head = 0; head < nsa__list_heads(d); head++) {
@@ -9646,7 +9648,7 @@ static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, c
                                     nsa__branch branch, int forward) {
     const nsa__traits *is = &nsa__traits_of[branch];
     const nsa__checked c = nsa__checked_of(d, forward, is->compressed);
-    NSA__CHECK(nsa__check_call(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, dx, x));
+    NSA__CHECK(nsa__check_call(&c, nsa__attend_views, NSA__ATTEND_VIEWS - !is->lists, dx, x));
     return is->lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
 }
 
@@ -10516,7 +10518,7 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
         const void *x;
         const int *fields;
     } parts[] = {{nsa__attend_views, NSA__ATTEND_VIEWS - 1, 1, &c.cmp, nsa__chain_cmp},
-                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.slc, nsa__chain_slc},
+                 {nsa__attend_views, NSA__ATTEND_VIEWS - forward, 0, &c.slc, nsa__chain_slc},
                  {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.win, nsa__chain_win},
                  {nsa__gate_views, NSA__GATE_VIEWS, 0, &c.gate, nsa__chain_gate},
                  {nsa__select_views, NSA__SELECT_VIEWS, 1, &c.select, nsa__chain_select}};
@@ -10547,21 +10549,19 @@ static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, con
     p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
 }
 
-static size_t nsa__largest(const size_t parts[5]) {
-    size_t most = 0;
-    for (int i = 0; i < 5; i++) most = parts[i] > most ? parts[i] : most;
-    return most;
+/* Bytes of phi of k and of v, one after the other. */
+static size_t nsa__phi_bytes(const nsa_attention *x, const nsa_desc *d, int backward, int threads) {
+    return nsa__larger(nsa__compress_bytes(&x->k_cmp, d, backward, threads),
+                       nsa__compress_bytes(&x->v_cmp, d, backward, threads));
 }
 
 /* The workspace of the parts one after another. */
 static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
                                     const nsa_desc *d, int threads) {
-    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
-                             nsa__compress_bytes(&x->v_cmp, d, 0, threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__SLC], threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__WIN], threads)};
-    return nsa__largest(parts);
+    size_t most = nsa__phi_bytes(x, d, 0, threads);
+    for (int i = 0; i < 3; i++)
+        most = nsa__larger(most, nsa__attend_plan_bytes(&p->branch[i], threads));
+    return most;
 }
 
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
@@ -10714,16 +10714,12 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
    because later runs have as many heads or fewer. */
 static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
                                         const nsa_desc *d, int threads) {
-    size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 1, threads),
-                       nsa__compress_bytes(&x->v_cmp, d, 1, threads), 0, 0, 0};
-    size_t most = nsa__largest(parts);
+    size_t most = nsa__phi_bytes(x, d, 1, threads);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int i = NSA__CMP; i <= NSA__WIN; i++) {
             const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)i, d);
-            parts[0] = most;
-            parts[2 + i] = nsa__attend_plan_bytes(&p, threads);
-            most = nsa__largest(parts);
+            most = nsa__larger(most, nsa__attend_plan_bytes(&p, threads));
         }
         if (!d->begins) break; /* all are alike */
     }

@@ -24,7 +24,7 @@ static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, c
                                     nsa__branch branch, int forward) {
     const nsa__traits *is = &nsa__traits_of[branch];
     const nsa__checked c = nsa__checked_of(d, forward, is->compressed);
-    NSA__CHECK(nsa__check_call(&c, nsa__attend_views, NSA__ATTEND_VIEWS - 1, dx, x));
+    NSA__CHECK(nsa__check_call(&c, nsa__attend_views, NSA__ATTEND_VIEWS - !is->lists, dx, x));
     return is->lists ? nsa__check_lists(&x->blocks, d, NULL) : NSA_OK;
 }
 

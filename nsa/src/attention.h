@@ -24,7 +24,7 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
         const void *x;
         const int *fields;
     } parts[] = {{nsa__attend_views, NSA__ATTEND_VIEWS - 1, 1, &c.cmp, nsa__chain_cmp},
-                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.slc, nsa__chain_slc},
+                 {nsa__attend_views, NSA__ATTEND_VIEWS - forward, 0, &c.slc, nsa__chain_slc},
                  {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.win, nsa__chain_win},
                  {nsa__gate_views, NSA__GATE_VIEWS, 0, &c.gate, nsa__chain_gate},
                  {nsa__select_views, NSA__SELECT_VIEWS, 1, &c.select, nsa__chain_select}};
@@ -55,21 +55,19 @@ static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, con
     p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
 }
 
-static size_t nsa__largest(const size_t parts[5]) {
-    size_t most = 0;
-    for (int i = 0; i < 5; i++) most = parts[i] > most ? parts[i] : most;
-    return most;
+/* Bytes of phi of k and of v, one after the other. */
+static size_t nsa__phi_bytes(const nsa_attention *x, const nsa_desc *d, int backward, int threads) {
+    return nsa__larger(nsa__compress_bytes(&x->k_cmp, d, backward, threads),
+                       nsa__compress_bytes(&x->v_cmp, d, backward, threads));
 }
 
 /* The workspace of the parts one after another. */
 static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
                                     const nsa_desc *d, int threads) {
-    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
-                             nsa__compress_bytes(&x->v_cmp, d, 0, threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__SLC], threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__WIN], threads)};
-    return nsa__largest(parts);
+    size_t most = nsa__phi_bytes(x, d, 0, threads);
+    for (int i = 0; i < 3; i++)
+        most = nsa__larger(most, nsa__attend_plan_bytes(&p->branch[i], threads));
+    return most;
 }
 
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
@@ -222,16 +220,12 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
    because later runs have as many heads or fewer. */
 static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
                                         const nsa_desc *d, int threads) {
-    size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 1, threads),
-                       nsa__compress_bytes(&x->v_cmp, d, 1, threads), 0, 0, 0};
-    size_t most = nsa__largest(parts);
+    size_t most = nsa__phi_bytes(x, d, 1, threads);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int i = NSA__CMP; i <= NSA__WIN; i++) {
             const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)i, d);
-            parts[0] = most;
-            parts[2 + i] = nsa__attend_plan_bytes(&p, threads);
-            most = nsa__largest(parts);
+            most = nsa__larger(most, nsa__attend_plan_bytes(&p, threads));
         }
         if (!d->begins) break; /* all are alike */
     }

@@ -310,17 +310,14 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
 /* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
    NULL. */
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
-    int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
-    if (p->x->phi == NSA_PHI_MEAN) return;
-    p->dw1 = nsa__alloc_reals(a, hidden * flat);
-    p->db1 = nsa__alloc_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
-    if (p->x->phi == NSA_PHI_CONV) return;
-    p->dpos = nsa__alloc_reals(a, flat);
-    p->dw2 = nsa__alloc_reals(a, hidden * p->x->dim);
-    p->db2 = nsa__alloc_reals(a, p->x->dim);
-    p->dh_sum = nsa__alloc_reals(a, hidden);
-    p->act = nsa__alloc_reals(a, p->rows * hidden);
-    p->dh = nsa__alloc_reals(a, p->rows * hidden);
+    nsa__parameter list[5];
+    nsa_real **const sums[5] = {&p->dw1, &p->db1, &p->dpos, &p->dw2, &p->db2};
+    for (int i = 0, count = nsa__parameters(NULL, p->x, p->d, list); i < count; i++)
+        *sums[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
+    if (p->x->phi != NSA_PHI_MLP) return;
+    p->dh_sum = nsa__alloc_reals(a, p->x->hidden);
+    p->act = nsa__alloc_reals(a, p->rows * p->x->hidden);
+    p->dh = nsa__alloc_reals(a, p->rows * p->x->hidden);
 }
 
 /* The job of a call. In backward act and dh of all compressed rows of a kv head are kept, so that h
@@ -331,7 +328,6 @@ static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_des
     const int mlp = x->phi == NSA_PHI_MLP;
     nsa__compress_job p;
     nsa__mlp_rows f;
-    nsa__arena tokens = {NULL, 0};
     memset(&p, 0, sizeof p);
     p.x = x;
     p.d = d;
@@ -341,8 +337,9 @@ static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_des
     if (mlp) nsa__mlp_alloc_weights(&p, shared);
     if (mlp) nsa__mlp_rows_alloc(&f, &p, scratch);
     if (!mlp && !backward) nsa__alloc_reals(scratch, NSA__CMP_ROWS * x->dim);
+    nsa__arena tokens = {NULL, 0};
     if (mlp && backward) nsa__alloc_reals(&tokens, (int64_t)NSA__CMP_ROWS * d->cmp_stride * x->dim);
-    if (tokens.used > scratch->used) scratch->used = tokens.used;
+    scratch->used = nsa__larger(scratch->used, tokens.used);
     return p;
 }
 

@@ -132,12 +132,17 @@ static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *lis
     return -1;
 }
 
-/* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
+/* What an entry for lists looks at first. */
+static nsa_status nsa__check_list_view(const nsa_tensor *blocks, const nsa_desc *d, int writes) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    return nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                           NSA__INTS, writes, NSA__AT_blocks);
+}
+
+/* The form of all lists; the first fault goes to *fault, which may be NULL. */
 static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                                    nsa_block_fault *fault) {
-    NSA__CHECK(nsa__check_view(blocks,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                               NSA__INTS, 0, NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++) {
             const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
@@ -165,8 +170,7 @@ NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault) {
     nsa_desc own;
     d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    NSA__CHECK(nsa__check_list_view(blocks, d, 0));
     return nsa__check_lists(blocks, d, fault);
 }
 
@@ -183,11 +187,8 @@ static void nsa__sort_blocks(int32_t *list, int n) {
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
     nsa_desc own;
     d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    int width = nsa_block_list_width(d);
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
-                               NSA__AT_blocks));
+    NSA__CHECK(nsa__check_list_view(blocks, d, 1));
+    const int width = nsa_block_list_width(d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
             for (int head = 0; head < nsa__list_heads(d); head++) {

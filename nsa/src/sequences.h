@@ -105,6 +105,10 @@ static nsa__arena nsa__arena_at(void *workspace) {
     return nsa__arena_aligned(workspace, NSA__ALIGN);
 }
 
+static size_t nsa__larger(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
 /* Threads that the caller asks for: desc.threads, or what OpenMP offers. */
 static int nsa__threads(const nsa_desc *d) {
 #ifdef _OPENMP
