@@ -696,7 +696,7 @@ static double documented_bytes(const nsa_desc *d, int backward) {
 
 /* What a thread takes, at most: slc's, where the keys of all tokens are packed. */
 static double documented_thread_bytes(int backward) {
-    return (backward ? 18.5e6 : 3.1e6) * sizeof(nsa_real) / sizeof(float);
+    return (backward ? 18.5e6 : 3.3e6) * sizeof(nsa_real) / sizeof(float);
 }
 
 static double whole_bytes(const nsa_attention *x, const nsa_desc *d, int backward, int threads) {
