@@ -322,7 +322,7 @@ static const struct {
              {nsa__key_gradient_task, "add dk, dv"},
              {nsa__filter_task, "compress"},
              {nsa__filter_input_gradient_task, "compress"},
-             {nsa__gate_backward_task, "gate"}};
+             {nsa__tokens_task, "gate"}};
 
 static const char *name_of(intptr_t what) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
