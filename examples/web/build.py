@@ -26,9 +26,9 @@ TRAINER = HERE.parent / "trainer"
 INCLUDE = [ROOT / "nsa", TRAINER, HERE.parent]
 # The trainers' model and its operations for the CPU, as they are.
 SHARED = [TRAINER / f"{name}.c" for name in (
-    "base/arena", "base/fault", "base/phase", "base/rng", "base/stats", "base/text", "model/context", "model/model",
-    "model/model_layer", "model/model_layout", "model/params", "ops/gemm", "ops/gemm_bf16", "ops/ops_cpu",
-    "ops/ops_half")]
+    "base/arena", "base/fallback", "base/fault", "base/phase", "base/rng", "base/stats", "base/text", "model/context",
+    "model/model", "model/model_layer", "model/model_layout", "model/params", "ops/gemm", "ops/gemm_bf16",
+    "ops/ops_cpu", "ops/ops_half")]
 SHARED += [HERE.parent / "nsa.c", HERE.parent / "inspect" / "measure.c"]
 OWN = [HERE / name for name in ("alone.c", "race.c", "web.c")]
 FLAGS = ["-O3", "-Wall", "-Werror=incompatible-pointer-types", "-D_XOPEN_SOURCE=700",

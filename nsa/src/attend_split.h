@@ -155,13 +155,13 @@ static void nsa__split_softmax(const void *context, int64_t nth, void *scratch) 
         const int at = first - b->row[0]; /* in the batch */
         if (at < 0 || at >= b->rows) continue;
         ptrdiff_t apart;
-        nsa_real *scores = nsa__split_scores(s, i, &apart) + at * apart;
+        nsa_real *scores = nsa__split_scores(s, i, &apart);
         nsa_real *weights = s->p + at * s->stride + (ptrdiff_t)i * p->cut.tile;
         nsa__scored x = nsa__batch_scored(p, b);
         x.rows = x.group = rows;
         x.mask += at / p->group;
         x.row += at;
-        p->tiles->softmax(&x, apart, scores, s->stride, weights, &so_far);
+        p->tiles->softmax(&x, apart, scores + at * apart, s->stride, weights, &so_far);
         memcpy(s->shrink + (ptrdiff_t)i * nsa__split_rows(p) + at, f.shrink,
                (size_t)rows * sizeof *f.shrink);
         if (p->v.pairs) p->v.pairs->round_rows(rows, x.n, s->stride, weights);
