@@ -7189,7 +7189,8 @@ enum {
     /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
     NSA__KEYS_AT_ONCE = 24,
     /* a task by several threads: batches of a task of scores, rows of one of the softmax, parts of
-       the columns at most, and numbers of p that are at hand, which L2 holds */
+       the columns at most, and numbers of p that are at hand, which L2 holds; no others were
+       measured */
     NSA__SPLIT_BATCHES = 4,
     NSA__SPLIT_ROWS = 8,
     NSA__SPLIT_PARTS = 8,
