@@ -7512,24 +7512,35 @@ typedef struct nsa__head_job {
     int least_tasks; /* of it, if its queries are enough */
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
-    int head, kv_head;        /* which of plan->heads, and whose keys */
-    int query_head;           /* the first of its query heads */
-    int task_queries;         /* queries of a task */
-    int keys;                 /* rows of K that the sequence has */
-    nsa__key_layout rows;     /* where K and V lie */
-    int in_place;             /* K and V are read unpacked; then all queries are one task, */
-    int gathers;              /* or each is, and its keys are those of its list: nsa__gather */
-    int tile_begin, tile_end; /* tiles that any of the queries sees */
-    nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
-    nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
-    nsa__packed *k_of, *v_of; /* backward of listed keys: rows that products along them gather */
-    uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
-    unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
-    nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */
-    uint64_t *nonfinite_keys; /* backward, of every tile: keys that get NaN */
-    int32_t *progress;        /* backward, of every task of all jobs at hand: see nsa__turns */
-    nsa_real *stencil;        /* selection: weights of Eq. 9 around a selection block */
+    int head, kv_head;           /* which of plan->heads, and whose keys */
+    int query_head;              /* the first of its query heads */
+    int task_queries;            /* queries of a task */
+    int keys;                    /* rows of K that the sequence has */
+    nsa__key_layout rows;        /* where K and V lie */
+    int in_place;                /* K and V are read unpacked; then all queries are one task, */
+    int gathers;                 /* or each is, and its keys are those of its list: nsa__gather */
+    int tile_begin, tile_end;    /* tiles that any of the queries sees */
+    nsa__packed *k, *v;          /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
+    nsa__packed *k_t, *v_t;      /* the same, transposed tile by tile */
+    nsa__packed *listed_rows[2]; /* backward of listed keys, of v and k: rows to be gathered */
+    uint64_t *nonfinite;         /* of every tile: keys with a non-finite value, packed as zeros */
+    unsigned char *listed;       /* slc: tiles that a list names; the others are not packed */
+    nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
+    uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
+    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
+    nsa_real *stencil;           /* selection: weights of Eq. 9 around a selection block */
 } nsa__head_job;
+
+/* Backward has two of much: of v, dout and p; and of k, q and ds. */
+enum { NSA__OF_V, NSA__OF_K };
+static const nsa__operand *nsa__operand_at(const nsa__attend_plan *p, int i) {
+    return i == NSA__OF_K ? &p->k : &p->v;
+}
+
+/* Whether there are queries that see enough keys to be computed alone, from those of their list. */
+static int nsa__plan_gathers(const nsa__attend_plan *p) {
+    return p->cut.gathers_from < INT_MAX;
+}
 
 /* slc's list of a query; NULL for the other branches. */
 static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
@@ -8010,12 +8021,13 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
    another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->k.wide, wide_v = (size_t)p->v.wide;
-    ptrdiff_t key = tile * p->cut.tile;
     if (!job->nonfinite_keys || job->head % p->lists_per_kv_head) return;
     job->nonfinite_keys[tile] = 0;
-    if (job->dk) memset(job->dk + key * p->k.wide, 0, keys * wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->v.wide, 0, keys * wide_v * sizeof *job->dv);
+    for (int i = 0; i < 2; i++) {
+        const ptrdiff_t numbers = (ptrdiff_t)p->cut.tile * nsa__operand_at(p, i)->wide;
+        nsa_real *sum = job->sum[i];
+        if (sum) memset(sum + tile * numbers, 0, (size_t)numbers * sizeof *sum);
+    }
 }
 
 /* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
@@ -8049,24 +8061,13 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
     return nonfinite;
 }
 
-/* Pairs of two rows of bf16. */
-NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
-                                         const nsa_real *second, int n) {
-    for (int c = 0; c < n; c++) {
-        uint16_t low, high;
-        memcpy(&low, (const uint16_t *)first + c, sizeof low);
-        memcpy(&high, (const uint16_t *)second + c, sizeof high);
-        uint32_t pair = (uint32_t)high << 16 | low;
-        memcpy(to + c, &pair, sizeof pair);
-    }
-}
-
 /* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
    row. */
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
                                 nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, wide = o->wide;
+    const nsa__matrix two = {room, wide / 2, 1, NULL};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = room + (r & 1) * wide / 2;
@@ -8075,7 +8076,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, room, room + wide / 2, wide);
+        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -8126,8 +8127,8 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
                                job->v_t ? job->v_t + key * v->depth : NULL, scratch);
     job->nonfinite[tile] = nonfinite;
-    nsa__pack_rows(job, k, (int)key, job->k_of);
-    nsa__pack_rows(job, v, (int)key, job->v_of);
+    for (int i = 0; i < 2; i++)
+        nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);
 }
 
 /* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
@@ -9087,71 +9088,70 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
    of threads. A query that is computed alone is a task, whose tiles hold the keys of its list:
    products gather their rows, and add to rows of dk and dv. */
 
-/* A backward task: p and ds are scratch of the thread, the rest stays in the task's slot. */
+/* A backward task: p and ds are scratch of the thread, the rest stays in the task's slot. Of two
+   the first is of v, with dout and p; the second of k, with q and ds. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
-    nsa_real *q, *dout, *dq;  /* rows of the task */
+    nsa_real *rows[2];        /* dout and q of the task */
+    nsa_real *columns[2];     /* the same transposed, if the query is computed alone */
+    nsa_real *dq;             /* rows of the task */
     nsa_real *lse, *delta;    /* of every row */
     nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
-    nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
-    nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
-    nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
+    nsa_real *left[2];        /* rows of a batch: dp and scores of a tile, then p and ds */
+    nsa__packed *ds_rows;     /* in pairs: ds by row, while ds has pairs of rows */
+    nsa__packed *paired;      /* in pairs: rows of a batch, or keys, as pairs of rows */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    /* Its shares of dk and dv of tiles that it may not enter yet: `pending` of them from `oldest`
-       on, around the end. */
-    nsa_real *dk, *dv;
+    /* Its shares of dv and dk of tiles that it may not enter yet: `pending` of them, `oldest` to
+       `newest`, around the end. Of a query that is computed alone p and ds wait there. */
+    nsa_real *share[2];
     uint64_t nonfinite_keys[NSA__PENDING]; /* keys that get NaN */
     int32_t pending_tile[NSA__PENDING];
     int32_t pending_last[NSA__PENDING]; /* what it enters: the tile, or a list's last key there */
-    int pending, oldest;
-    /* Of a query that is computed alone: */
-    nsa_real *columns[2]; /* dout and q, transposed */
-    nsa_real *waiting[2]; /* in place of shares: p and ds of the pending tiles */
-    nsa_real *s_t;        /* scores of a tile: a row for each key */
-    nsa__packed *rows;    /* in pairs: rows of its keys as pairs of rows */
-    int keys[NSA__TILE];  /* of the tile at hand */
+    int pending, oldest, newest;
+    int keys[NSA__TILE]; /* of the tile at hand, if the query is computed alone */
 } nsa__backward;
 
-static void nsa__alone_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
-                             nsa__arena *of_tile) {
-    const int64_t columns = nsa__whole_vectors(p->group);
-    f->columns[0] = nsa__alloc_reals(a, p->d->dim_v * columns);
-    f->columns[1] = nsa__alloc_reals(a, p->d->dim * columns);
-    for (int i = 0; i < 2; i++)
-        f->waiting[i] = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->group * p->stride_p);
-    f->s_t = nsa__alloc_reals(of_tile, p->cut.tile * columns);
-    f->rows = nsa__alloc_packed(of_tile, (int64_t)p->cut.tile / 2 * p->k.wide);
+/* Share `nth` of dv or dk, and the numbers of each. */
+static ptrdiff_t nsa__share_numbers(const nsa__attend_plan *p, int i) {
+    const int64_t alone = nsa__plan_gathers(p) ? (int64_t)p->group * p->stride_p : 0;
+    return (ptrdiff_t)nsa__max((int64_t)p->cut.tile * nsa__operand_at(p, i)->wide, alone);
+}
+static nsa_real *nsa__share(const nsa__backward *f, const nsa__attend_plan *p, int i, int nth) {
+    return f->share[i] + nth * nsa__share_numbers(p, i);
 }
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
-    int64_t rows = (int64_t)p->cut.task_queries * p->group,
-            batch_rows = (int64_t)p->cut.batch_queries * p->group;
+    const int64_t rows = (int64_t)p->cut.task_queries * p->group;
+    const int batch_rows = p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
-    f->q = nsa__alloc_reals(a, rows * p->k.stride);
     f->dq = nsa__alloc_reals(a, rows * p->k.wide);
-    f->dout = nsa__alloc_reals(a, rows * p->v.stride);
     f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
-    f->p = nsa__alloc_reals(of_tile, batch_rows * p->stride_p);
-    f->ds = nsa__alloc_reals(of_tile, batch_rows * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->k.wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__PENDING * p->cut.tile * p->v.wide);
-    if (p->cut.gathers_from < INT_MAX) nsa__alone_alloc(f, p, a, of_tile);
+    for (int i = 0; i < 2; i++) {
+        const nsa__operand *o = nsa__operand_at(p, i);
+        f->rows[i] = nsa__alloc_reals(a, rows * o->stride);
+        f->left[i] =
+            nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->stride_p);
+        f->share[i] = nsa__alloc_reals(a, NSA__PENDING * nsa__share_numbers(p, i));
+        if (!nsa__plan_gathers(p)) continue;
+        f->columns[i] = nsa__alloc_reals(a, (int64_t)o->width * nsa__whole_vectors(p->group));
+    }
     if (!p->pairs) return;
+    const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, batch_rows * p->stride_p / 2);
-    f->paired = nsa__alloc_packed(of_tile, (batch_rows + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->stride_p / 2);
+    f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
 static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
+    int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
     nsa_real logits[3];
     nsa__load_gates(logits, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
@@ -9163,7 +9163,8 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
    factor of p and ds later. */
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride, g = nsa__backward_gate(f, job, r);
+    nsa_real *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride,
+             g = nsa__backward_gate(f, job, r);
     if (nsa__takes_factor(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
@@ -9174,7 +9175,7 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
     return (nsa_real)is_real;
 }
 
-/* dout . out of a row, before the gate. dout is read again, because f->dout may have pairs, and has
+/* dout . out of a row, before the gate. dout is read again, because the task's may have pairs, and
    zeros in place of a non-finite row: the gate's gradient of that row is not finite. */
 static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
@@ -9188,19 +9189,32 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     return nsa__dot(out, dout, wide);
 }
 
+/* dout and q as columns; behind the last row there are zeros. */
+static void nsa__alone_begin(const nsa__backward *f, const nsa__attend_plan *p) {
+    const int columns = nsa__whole_vectors(p->group);
+    for (int i = 0; i < 2; i++) {
+        const nsa__operand *o = nsa__operand_at(p, i);
+        nsa_real *to = f->columns[i];
+        for (int c = 0; c < o->depth; c++, to += columns)
+            for (int r = 0; r < columns; r++)
+                to[r] = r < p->group ? f->rows[i][(ptrdiff_t)r * o->stride + c] : 0;
+    }
+}
+
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const nsa__gate_job *gate = p->options.gate;
+    nsa_real *dout = f->rows[NSA__OF_V];
     nsa__tile_iter_begin(&f->iter, job, task);
     f->pending = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
     memset(f->dq, 0, (size_t)rows * (size_t)p->k.wide * sizeof *f->dq);
-    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
-    nsa__load_queries(job, &f->iter, &p->dx->out, &p->v, f->dout, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->rows[NSA__OF_K], f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->dx->out, &p->v, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         nsa_real dot = nsa__backward_dot(f, job, r);
         if (gate && gate->delta_out)
@@ -9209,18 +9223,14 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
+    if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data)
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
-}
-
-/* The share that the task makes at the moment. */
-static int nsa__backward_newest(const nsa__backward *f) {
-    return (f->oldest + f->pending - 1) % NSA__PENDING;
+    if (job->gathers) nsa__alone_begin(f, p);
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
@@ -9230,58 +9240,62 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     for (int i = 0; i < b->queries; i++) {
         f->reads[b->query[i]] = 1;
         for (int g = 0; g < group; g++)
-            if (f->nonfinite[b->query[i] * group + g])
-                f->nonfinite_keys[nsa__backward_newest(f)] |= b->mask[i];
+            if (f->nonfinite[b->query[i] * group + g]) f->nonfinite_keys[f->newest] |= b->mask[i];
     }
 }
 
-/* The gradients' products of a batch from p and ds: dv += p^T dout, dk += ds^T q, dq += ds k */
-static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
-                                   const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__operand *k = &p->k, *v = &p->v;
-    const int ld = p->stride_p, keys = b->end - b->begin;
-    const nsa__scored x = nsa__batch_scored(p, b);
+/* Scores s and dp become p = exp(s - lse) and ds = p (dp - delta), rounded if they are pairs.
+   Returns ds by row. */
+static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const nsa__attend_plan *p,
+                                                const nsa__scored *x, nsa_real *const left[2]) {
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->begin;
-    if (job->dv) {
-        const nsa__matrix p_t = {f->p, 1, ld, NULL};
-        const nsa__result dv = nsa__result_at(f->dv + share * v->wide, v->wide, 1);
-        const nsa__matrix by_row = {f->dout, v->stride, 1, b->row};
-        nsa__round_left(v, &x, ld, gate, f->p, NULL);
-        const nsa__matrix dout = nsa__rows_for_over(v, b->rows, by_row, f->paired);
-        nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
-    }
-    const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, f->ds, f->ds_rows);
-    if (job->dk) {
-        const nsa__matrix ds_t = {f->ds, 1, ld, NULL};
-        const nsa__result dk = nsa__result_at(f->dk + share * k->wide, k->wide, 1);
-        const nsa__matrix by_row = {f->q, k->stride, 1, b->row};
-        const nsa__matrix q = nsa__rows_for_over(k, b->rows, by_row, f->paired);
-        nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
-    }
-    if (p->dx->q.data) {
-        const nsa__matrix ds = {ds_rows, nsa__rows_over(k, ld), 1, NULL};
-        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key), k->wide, 1, NULL};
-        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL};
-        nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
-    }
+    const ptrdiff_t ld = p->stride_p;
+    p->tiles->gradient(x, ld, f->lse, f->delta, left[NSA__OF_V], left[NSA__OF_K]);
+    nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_V], NULL);
+    return nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_K], f->ds_rows);
 }
 
-/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta), then the gradients' products */
+/* dv += p^T dout, or dk += ds^T q */
+static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p, int i,
+                               const nsa__scored *x, const nsa_real *left, const nsa__result *sum) {
+    const nsa__operand *o = nsa__operand_at(p, i);
+    const nsa__matrix left_t = {left, 1, p->stride_p, NULL};
+    const nsa__matrix by_row = {f->rows[i], o->stride, 1, x->row};
+    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired);
+    nsa__product_over(o, x->n, x->rows, &left_t, &right, sum);
+}
+
+/* dq += ds k, of n keys */
+static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan *p,
+                                  const nsa__scored *x, const nsa__packed *ds, int n,
+                                  const nsa__matrix *keys) {
+    const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->stride_p), 1, NULL};
+    const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL};
+    if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
+}
+
+/* s = q k^T, dp = dout v^T, then p and ds, and the gradients' products from these */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *k = &p->k, *v = &p->v;
     const nsa__scored x = nsa__batch_scored(p, b);
-    const int tile = p->cut.tile, ld = p->stride_p;
-    const nsa__matrix q = {f->q, k->stride, 1, b->row}, dout = {f->dout, v->stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
-    const nsa__matrix v_t = {nsa__key_columns(p, v, job->v_t, b->key), tile, 1, NULL};
-    const nsa__result s = nsa__result_at(f->p, ld, 0), dp = nsa__result_at(f->ds, ld, 0);
-    nsa__product_along(k, x.rows, x.n, &q, &k_t, &s);
-    nsa__product_along(v, x.rows, x.n, &dout, &v_t, &dp);
-    p->tiles->gradient(&x, ld, f->lse, f->delta, f->p, f->ds);
-    nsa__backward_products(f, job, b);
+    const nsa__packed *transposed[] = {job->v_t, job->k_t};
+    for (int i = 0; i < 2; i++) {
+        const nsa__operand *o = nsa__operand_at(p, i);
+        const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
+        const nsa__matrix columns = {nsa__key_columns(p, o, transposed[i], b->key), p->cut.tile, 1,
+                                     NULL};
+        const nsa__result scores = nsa__result_at(f->left[!i], p->stride_p, 0);
+        nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
+    }
+    const nsa__packed *ds = nsa__backward_weights(f, p, &x, f->left);
+    for (int i = 0; i < 2; i++) {
+        const int wide = nsa__operand_at(p, i)->wide;
+        const nsa__result sum =
+            nsa__result_at(nsa__share(f, p, i, f->newest) + (ptrdiff_t)b->begin * wide, wide, 1);
+        if (job->sum[i]) nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
+    }
+    const nsa__matrix keys = {nsa__packed_rows(&p->k, job->k, b->key), p->k.wide, 1, NULL};
+    nsa__backward_queries(f, p, &x, ds, x.n, &keys);
     nsa__backward_note(f, job, b);
 }
 
@@ -9301,19 +9315,6 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
 
 /* -- queries that are computed alone -- */
 
-/* dout and q as columns. */
-static void nsa__alone_begin(nsa__backward *f, const nsa__attend_plan *p) {
-    const nsa__operand *operands[] = {&p->v, &p->k};
-    const int columns = nsa__whole_vectors(p->group);
-    for (int i = 0; i < 2; i++) {
-        const nsa_real *x = i ? f->q : f->dout;
-        nsa_real *to = f->columns[i];
-        for (int c = 0; c < operands[i]->depth; c++, to += columns)
-            for (int r = 0; r < columns; r++)
-                to[r] = r < p->group ? x[(ptrdiff_t)r * operands[i]->stride + c] : 0;
-    }
-}
-
 /* The keys of a tile of its list; returns how many. */
 static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile) {
     const int size = own->plan->cut.tile, begin = tile * size;
@@ -9323,82 +9324,60 @@ static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile)
 }
 
 /* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
-static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int n) {
-    const nsa__attend_plan *p = own->plan;
-    const nsa__operand *k = &p->k, *v = &p->v;
-    const ptrdiff_t along = nsa__along_stride(k), along_v = nsa__along_stride(v);
-    const int64_t next = (f->iter.tile + (int64_t)1) * p->cut.tile;
-    for (int i = 0; i < n; i++) {
-        const ptrdiff_t key = f->keys[i];
-        if (own->dv) nsa__fetch(own->dv + key * v->wide, (size_t)v->wide * sizeof(nsa_real));
-        if (own->dk) nsa__fetch(own->dk + key * k->wide, (size_t)k->wide * sizeof(nsa_real));
-        if (next + i >= own->keys) continue;
-        const ptrdiff_t later = (ptrdiff_t)nsa__key_in_list(&own->rows, next + i);
-        nsa__fetch(own->k_of + later * along, (size_t)along * sizeof(nsa_real));
-        nsa__fetch(own->v_of + later * along_v, (size_t)along_v * sizeof(nsa_real));
+static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int i, int n) {
+    const nsa__operand *o = nsa__operand_at(own->plan, i);
+    const ptrdiff_t along = nsa__along_stride(o);
+    const int64_t next = (f->iter.tile + (int64_t)1) * own->plan->cut.tile;
+    for (int j = 0; j < n; j++) {
+        nsa_real *sum = own->sum[i];
+        if (sum) nsa__fetch(sum + (ptrdiff_t)f->keys[j] * o->wide, (size_t)o->wide * sizeof *sum);
+        if (next + j >= own->keys) continue;
+        const ptrdiff_t later = (ptrdiff_t)nsa__key_in_list(&own->rows, next + j);
+        nsa__fetch(own->listed_rows[i] + later * along, (size_t)along * sizeof(nsa_real));
     }
 }
 
-/* s = q k^T, or dp = dout v^T, of n keys at hand, and zeros behind them. */
-static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own,
-                               const nsa__operand *o, int n, nsa_real *s) {
+/* s = q k^T, or dp = dout v^T, of n keys at hand, and zeros behind them. The products are by key,
+   where a batch would have p and ds. */
+static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own, int i, int n,
+                               nsa_real *s) {
     const nsa__attend_plan *p = own->plan;
-    const int is_k = o == &p->k, columns = nsa__whole_vectors(p->group);
-    const nsa__matrix rows = {is_k ? own->k_of : own->v_of, nsa__along_stride(o), 1, f->keys};
-    const nsa__matrix of_query = {f->columns[is_k], columns, 1, NULL};
-    const nsa__result s_t = nsa__result_at(f->s_t, columns, 0);
+    const nsa__operand *o = nsa__operand_at(p, i);
+    const int columns = nsa__whole_vectors(p->group);
+    const nsa__matrix rows = {own->listed_rows[i], nsa__along_stride(o), 1, f->keys};
+    const nsa__matrix of_query = {f->columns[i], columns, 1, NULL};
+    const nsa__result s_t = nsa__result_at(f->left[i], columns, 0);
     nsa__product_along(o, n, columns, &rows, &of_query, &s_t);
-    p->tiles->transpose(n, p->group, columns, f->s_t, p->stride_p, s);
+    p->tiles->transpose(n, p->group, columns, f->left[i], p->stride_p, s);
     for (int r = 0; r < p->group; r++, s += p->stride_p)
-        for (int i = n; i < nsa__whole_vectors(n); i++) s[i] = 0;
+        for (int j = n; j < nsa__whole_vectors(n); j++) s[j] = 0;
 }
 
 /* dq += ds k. p and ds of the tile wait for dk and dv. */
 static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     const nsa__attend_plan *p = own->plan;
-    const nsa__operand *k = &p->k, *v = &p->v;
     const nsa__batch b = nsa__batch_at(&f->iter, own, 0);
     const nsa__scored x = nsa__batch_scored(p, &b);
-    const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    const int ld = p->stride_p, n = nsa__alone_keys(f, own, f->iter.tile);
-    f->pending++;
-    const int newest = nsa__backward_newest(f);
-    nsa_real *s = f->waiting[0] + (ptrdiff_t)newest * p->group * ld;
-    nsa_real *ds = f->waiting[1] + (ptrdiff_t)newest * p->group * ld;
-    f->pending_tile[newest] = f->iter.tile;
-    f->pending_last[newest] = f->keys[n - 1];
-    f->nonfinite_keys[newest] = 0;
-    nsa__alone_fetch(f, own, n);
-    nsa__alone_product(f, own, k, n, s);
-    nsa__alone_product(f, own, v, n, ds);
-    p->tiles->gradient(&x, ld, f->lse, f->delta, s, ds);
-    nsa__round_left(v, &x, ld, gate, s, NULL);
-    const nsa__packed *ds_rows = nsa__round_left(v, &x, ld, gate, ds, f->ds_rows);
+    const int n = nsa__alone_keys(f, own, f->iter.tile);
+    nsa_real *const left[] = {nsa__share(f, p, 0, f->newest), nsa__share(f, p, 1, f->newest)};
+    f->pending_last[f->newest] = f->keys[n - 1];
+    for (int i = 0; i < 2; i++) nsa__alone_fetch(f, own, i, n);
+    for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
+    const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
+    const nsa__matrix listed = {own->listed_rows[NSA__OF_K], nsa__along_stride(&p->k), 1, f->keys};
+    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired);
+    nsa__backward_queries(f, p, &x, ds, n, &keys);
     nsa__backward_note(f, own, &b);
-    if (!p->dx->q.data) return;
-    const nsa__matrix gathered = {own->k_of, nsa__along_stride(k), 1, f->keys};
-    const nsa__matrix rows = nsa__rows_for_over(k, n, gathered, f->rows);
-    const nsa__matrix left = {ds_rows, nsa__rows_over(k, ld), 1, NULL};
-    const nsa__result dq = {f->dq, k->wide, b.row, 1, NULL};
-    nsa__product_over(k, b.rows, n, &left, &rows, &dq);
 }
 
 /* dv += p^T dout and dk += ds^T q, for the tile that has waited longest. */
 static void nsa__alone_add(nsa__backward *f, const nsa__head_job *own) {
     const nsa__attend_plan *p = own->plan;
-    const nsa__operand *operands[] = {&p->v, &p->k};
-    const nsa_real *of_query[] = {f->dout, f->q};
-    nsa_real *sums[] = {own->dv, own->dk};
-    const int ld = p->stride_p, tile = p->cut.tile;
-    const int n = nsa__alone_keys(f, own, f->pending_tile[f->oldest]);
+    const int n = nsa__alone_keys(f, own, f->pending_tile[f->oldest]), tile = p->cut.tile;
+    const nsa__scored x = {p->group, n, p->group, 0, NULL, NULL};
     for (int i = 0; i < 2; i++) {
-        const nsa__operand *o = operands[i];
-        const nsa__matrix by_row = {of_query[i], o->stride, 1, NULL};
-        const nsa__matrix right = nsa__rows_for_over(o, p->group, by_row, f->paired);
-        const nsa__matrix left = {f->waiting[i] + (ptrdiff_t)f->oldest * p->group * ld, 1, ld,
-                                  NULL};
-        const nsa__result sum = {sums[i], o->wide, f->keys, 1, NULL};
-        if (sums[i]) nsa__product_over(o, n, p->group, &left, &right, &sum);
+        const nsa__result sum = {own->sum[i], nsa__operand_at(p, i)->wide, f->keys, 1, NULL};
+        if (own->sum[i]) nsa__backward_keys(f, p, i, &x, nsa__share(f, p, i, f->oldest), &sum);
     }
     for (int i = 0; i < n; i++)
         if (f->nonfinite_keys[f->oldest] >> i & 1)
@@ -9433,13 +9412,16 @@ static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *sl
    may add it. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    f->pending++;
-    const int newest = nsa__backward_newest(f), n = p->cut.tile * p->k.wide,
-              n_v = p->cut.tile * p->v.wide;
-    f->pending_tile[newest] = f->pending_last[newest] = f->iter.tile;
-    f->nonfinite_keys[newest] = 0;
-    memset(f->dk + newest * n, 0, (size_t)n * sizeof *f->dk);
-    memset(f->dv + newest * n_v, 0, (size_t)n_v * sizeof *f->dv);
+    f->newest = (f->oldest + f->pending++) % NSA__PENDING;
+    f->pending_tile[f->newest] = f->pending_last[f->newest] = f->iter.tile;
+    f->nonfinite_keys[f->newest] = 0;
+    if (job->gathers) {
+        nsa__alone_tile(f, job);
+        return;
+    }
+    for (int i = 0; i < 2; i++)
+        memset(nsa__share(f, p, i, f->newest), 0,
+               (size_t)p->cut.tile * (size_t)nsa__operand_at(p, i)->wide * sizeof(nsa_real));
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         nsa__backward_batch(f, job, &b);
@@ -9447,27 +9429,25 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
-    for (int i = 0; i < n; i++) sum[i] += x[i];
+NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) sum[i] += x[i];
 }
 
 /* Adds the oldest share to the tile's sums. */
-static void nsa__backward_share(const nsa__backward *f, const nsa__head_job *job) {
+static void nsa__backward_share(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int32_t oldest = f->oldest, tile = f->pending_tile[oldest];
-    int n = p->cut.tile * p->k.wide, n_v = p->cut.tile * p->v.wide;
-    if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
-    if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
+    for (int i = 0; i < 2; i++) {
+        const ptrdiff_t n = (ptrdiff_t)p->cut.tile * nsa__operand_at(p, i)->wide;
+        if (job->sum[i]) nsa__sum_up(job->sum[i] + tile * n, nsa__share(f, p, i, oldest), n);
+    }
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
 }
 
 /* Adds what has waited longest, and returns what the task has then left. */
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const int32_t last = f->pending_last[f->oldest];
-    if (job->gathers)
-        nsa__alone_add(f, job);
-    else
-        nsa__backward_share(f, job);
+    (job->gathers ? nsa__alone_add : nsa__backward_share)(f, job);
     f->pending--;
     f->oldest = f->pending ? (f->oldest + 1) % NSA__PENDING : 0;
     return last + 1;
@@ -9488,7 +9468,6 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     if (job->gathers) job = nsa__gather(&alone, job, job->seq.first + (int)nth);
     if (!slot->started) {
         nsa__backward_begin(f, job, nth);
-        if (job->gathers) nsa__alone_begin(f, job->plan);
         nsa__tile_iter_next(it, job);
         slot->started = 1;
         slot->migrated = 0;
@@ -9498,7 +9477,7 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
         slot->migrated = 0;
-        (job->gathers ? nsa__alone_tile : nsa__backward_tile)(f, job);
+        nsa__backward_tile(f, job);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);
@@ -9511,21 +9490,21 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
 }
 
 /* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
-static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to,
-                                  const nsa__operand *o, int tile, nsa_real factor, nsa_real *sum) {
+static void nsa__key_gradient_add(const nsa__head_job *job, int tile, int i) {
     const nsa__attend_plan *p = job->plan;
+    const nsa__operand *o = nsa__operand_at(p, i);
+    const nsa_tensor *to = i == NSA__OF_K ? &p->dx->k : &p->dx->v;
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
-    for (int key = begin; sum && key < end; key++) {
-        nsa_real *row = sum + (ptrdiff_t)key * o->wide;
+    for (int key = begin; job->sum[i] && key < end; key++) {
+        nsa_real *row = job->sum[i] + (ptrdiff_t)key * o->wide;
         void *added = nsa__walk_keys(job, to, o->width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, added, factor, row, o->width);
+        nsa__add(to->dtype, added, nsa__sum_scale(o), row, o->width);
     }
 }
 
-/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. q was loaded
-   times scale, in pairs as it is. */
+/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
 static void nsa__key_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
@@ -9533,8 +9512,7 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     (void)scratch;
     if (job->head % p->lists_per_kv_head != p->lists_per_kv_head - 1) return;
     if (job->listed && !job->listed[tile]) return;
-    nsa__key_gradient_add(job, &p->dx->k, &p->k, tile, nsa__sum_scale(&p->k), job->dk);
-    nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
+    for (int i = 0; i < 2; i++) nsa__key_gradient_add(job, tile, i);
 }
 
 /* The order of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
@@ -9548,8 +9526,8 @@ static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
-    const int alone = p->cut.gathers_from < INT_MAX, each = alone ? 1 : p->cut.task_queries;
+    const int64_t keys = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile;
+    const int gathers = nsa__plan_gathers(p), each = gathers ? 1 : p->cut.task_queries;
     int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, each));
     int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
     for (int i = 0; i < p->cut.head_slots; i++) {
@@ -9557,15 +9535,16 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         nsa__alloc_keys(job, shared, 1, 1);
-        if (alone) {
-            job->k_of = nsa__alloc_packed(shared, tiles * p->cut.tile * nsa__along_stride(&p->k));
-            job->v_of = nsa__alloc_packed(shared, tiles * p->cut.tile * nsa__along_stride(&p->v));
+        job->nonfinite_keys =
+            (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
+        for (int j = 0; j < 2; j++) {
+            const nsa__operand *o = nsa__operand_at(p, j);
+            const int along = nsa__along_stride(o);
+            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * along);
+            job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
-        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->k.wide);
-        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->v.wide);
-        job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
-        if (p->dx && !p->dx->k.data) job->dk = NULL;
-        if (p->dx && !p->dx->v.data) job->dv = NULL;
+        if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
+        if (p->dx && !p->dx->k.data) job->sum[NSA__OF_K] = NULL;
     }
 }
 

@@ -24,12 +24,13 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
    another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->k.wide, wide_v = (size_t)p->v.wide;
-    ptrdiff_t key = tile * p->cut.tile;
     if (!job->nonfinite_keys || job->head % p->lists_per_kv_head) return;
     job->nonfinite_keys[tile] = 0;
-    if (job->dk) memset(job->dk + key * p->k.wide, 0, keys * wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->v.wide, 0, keys * wide_v * sizeof *job->dv);
+    for (int i = 0; i < 2; i++) {
+        const ptrdiff_t numbers = (ptrdiff_t)p->cut.tile * nsa__operand_at(p, i)->wide;
+        nsa_real *sum = job->sum[i];
+        if (sum) memset(sum + tile * numbers, 0, (size_t)numbers * sizeof *sum);
+    }
 }
 
 /* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
@@ -63,24 +64,13 @@ static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *
     return nonfinite;
 }
 
-/* Pairs of two rows of bf16. */
-NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
-                                         const nsa_real *second, int n) {
-    for (int c = 0; c < n; c++) {
-        uint16_t low, high;
-        memcpy(&low, (const uint16_t *)first + c, sizeof low);
-        memcpy(&high, (const uint16_t *)second + c, sizeof high);
-        uint32_t pair = (uint32_t)high << 16 | low;
-        memcpy(to + c, &pair, sizeof pair);
-    }
-}
-
 /* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
    row. */
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
                                 nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, wide = o->wide;
+    const nsa__matrix two = {room, wide / 2, 1, NULL};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = room + (r & 1) * wide / 2;
@@ -89,7 +79,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, room, room + wide / 2, wide);
+        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -140,8 +130,8 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
                                job->v_t ? job->v_t + key * v->depth : NULL, scratch);
     job->nonfinite[tile] = nonfinite;
-    nsa__pack_rows(job, k, (int)key, job->k_of);
-    nsa__pack_rows(job, v, (int)key, job->v_of);
+    for (int i = 0; i < 2; i++)
+        nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);
 }
 
 /* Marks the tiles that any list names, because a few queries of a long cache read few tiles.

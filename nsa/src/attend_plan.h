@@ -49,24 +49,35 @@ typedef struct nsa__head_job {
     int least_tasks; /* of it, if its queries are enough */
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
-    int head, kv_head;        /* which of plan->heads, and whose keys */
-    int query_head;           /* the first of its query heads */
-    int task_queries;         /* queries of a task */
-    int keys;                 /* rows of K that the sequence has */
-    nsa__key_layout rows;     /* where K and V lie */
-    int in_place;             /* K and V are read unpacked; then all queries are one task, */
-    int gathers;              /* or each is, and its keys are those of its list: nsa__gather */
-    int tile_begin, tile_end; /* tiles that any of the queries sees */
-    nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
-    nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
-    nsa__packed *k_of, *v_of; /* backward of listed keys: rows that products along them gather */
-    uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
-    unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
-    nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */
-    uint64_t *nonfinite_keys; /* backward, of every tile: keys that get NaN */
-    int32_t *progress;        /* backward, of every task of all jobs at hand: see nsa__turns */
-    nsa_real *stencil;        /* selection: weights of Eq. 9 around a selection block */
+    int head, kv_head;           /* which of plan->heads, and whose keys */
+    int query_head;              /* the first of its query heads */
+    int task_queries;            /* queries of a task */
+    int keys;                    /* rows of K that the sequence has */
+    nsa__key_layout rows;        /* where K and V lie */
+    int in_place;                /* K and V are read unpacked; then all queries are one task, */
+    int gathers;                 /* or each is, and its keys are those of its list: nsa__gather */
+    int tile_begin, tile_end;    /* tiles that any of the queries sees */
+    nsa__packed *k, *v;          /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
+    nsa__packed *k_t, *v_t;      /* the same, transposed tile by tile */
+    nsa__packed *listed_rows[2]; /* backward of listed keys, of v and k: rows to be gathered */
+    uint64_t *nonfinite;         /* of every tile: keys with a non-finite value, packed as zeros */
+    unsigned char *listed;       /* slc: tiles that a list names; the others are not packed */
+    nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
+    uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
+    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
+    nsa_real *stencil;           /* selection: weights of Eq. 9 around a selection block */
 } nsa__head_job;
+
+/* Backward has two of much: of v, dout and p; and of k, q and ds. */
+enum { NSA__OF_V, NSA__OF_K };
+static const nsa__operand *nsa__operand_at(const nsa__attend_plan *p, int i) {
+    return i == NSA__OF_K ? &p->k : &p->v;
+}
+
+/* Whether there are queries that see enough keys to be computed alone, from those of their list. */
+static int nsa__plan_gathers(const nsa__attend_plan *p) {
+    return p->cut.gathers_from < INT_MAX;
+}
 
 /* slc's list of a query; NULL for the other branches. */
 static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
