@@ -2006,26 +2006,23 @@ static nsa_real nsa__sigmoid(nsa_real x) {
     return (nsa_real)(1 / (1 + exp(-(double)x)));
 }
 
-/* Bytes from one of a head's gates to the next, in a view of that dtype; 0: they are packed. */
+/* Bytes from one of a head's gates to the next, in a view of that dtype. */
 static ptrdiff_t nsa__gates_apart(const nsa_tensor *x, const nsa_desc *d) {
-    int64_t stride = nsa__gate_stride(d);
-    return stride == 1 ? 0 : (ptrdiff_t)stride * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+    return (ptrdiff_t)nsa__gate_stride(d) * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
 static void nsa__load_gates(nsa_real g[3], const nsa_tensor *x, const nsa_desc *d, int64_t batch,
                             int64_t row, int64_t head) {
     const char *at = (const char *)nsa__row(x, batch, row, head);
     ptrdiff_t apart = nsa__gates_apart(x, d);
-    if (!apart) nsa__load(g, x->dtype, at, 3);
-    for (int i = 0; apart && i < 3; i++) nsa__load(&g[i], x->dtype, at + i * apart, 1);
+    for (int i = 0; i < 3; i++) nsa__load(&g[i], x->dtype, at + i * apart, 1);
 }
 
 static void nsa__add_gates(const nsa_tensor *x, const nsa_desc *d, int64_t batch, int64_t row,
                            int64_t head, const nsa_real dg[3]) {
     char *at = (char *)nsa__row(x, batch, row, head);
     ptrdiff_t apart = nsa__gates_apart(x, d);
-    if (!apart) nsa__add(x->dtype, at, 1, dg, 3);
-    for (int i = 0; apart && i < 3; i++) nsa__add(x->dtype, at + i * apart, 1, &dg[i], 1);
+    for (int i = 0; i < 3; i++) nsa__add(x->dtype, at + i * apart, 1, &dg[i], 1);
 }
 
 /* Turns three logits into the weights g of Eq. 5; without a gate function the logits are g. Softmax
@@ -2061,22 +2058,14 @@ static int64_t nsa__ceil_div(int64_t a, int64_t b) {
 }
 
 NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
-    nsa_tensor x;
-    x.data = data;
-    x.dtype = dtype;
-    x.head = nsa__row_elements(dtype, width);
-    x.token = x.head * heads;
-    x.batch = x.token * tokens;
+    const int64_t row = nsa__row_elements(dtype, width);
+    const nsa_tensor x = {data, dtype, row * heads * tokens, row * heads, row};
     return x;
 }
 
 NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
-    nsa_tensor x;
-    x.data = data;
-    x.dtype = dtype;
-    x.token = nsa__row_elements(dtype, width);
-    x.head = x.token * tokens;
-    x.batch = x.head * heads;
+    const int64_t row = nsa__row_elements(dtype, width);
+    const nsa_tensor x = {data, dtype, row * tokens * heads, row, row * tokens};
     return x;
 }
 
@@ -2219,11 +2208,19 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     switch (isa) {
     case NSA_ISA_DETECT:
     case NSA_ISA_PLAIN:
-        return 1;
 #ifdef NSA__HAS_SSE2
     case NSA_ISA_SSE2:
-        return 1;
 #endif
+#ifdef NSA__HAS_NEON
+    case NSA_ISA_NEON:
+#endif
+#ifdef NSA__HAS_SIMD128
+    case NSA_ISA_SIMD128:
+#endif
+#ifdef NSA__HAS_BF16_BY_HAND
+    case NSA_ISA_AVX512_BF16:
+#endif
+        return 1;
 #ifdef NSA__HAS_AVX
     case NSA_ISA_AVX2:
 #ifdef NSA__HAS_F16C
@@ -2233,18 +2230,6 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     case NSA_ISA_AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-#endif
-#ifdef NSA__HAS_NEON
-    case NSA_ISA_NEON:
-        return 1;
-#endif
-#ifdef NSA__HAS_SIMD128
-    case NSA_ISA_SIMD128:
-        return 1;
-#endif
-#ifdef NSA__HAS_BF16_BY_HAND
-    case NSA_ISA_AVX512_BF16:
-        return 1;
 #endif
 #ifdef NSA__HAS_AVX512_BF16
     case NSA_ISA_AVX512_BF16:
@@ -6465,6 +6450,12 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
+/* Loads the row of dout of a block. */
+static void nsa__load_dout(const nsa__compress_job *p, nsa_real *to, int64_t block) {
+    const nsa_tensor *dout = &p->dx->out;
+    nsa__load(to, dout->dtype, nsa__key_row(&p->seq.cmp, dout, block, p->head), p->x->dim);
+}
+
 /* The row of x of a token, which counts from the start of the sequence. */
 static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
     return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
@@ -6518,7 +6509,7 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
    is apart, because C rounds a negative quotient towards 0. */
 static void nsa__filter_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
+    const nsa_tensor *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
     const int dim = p->x->dim, l = p->d->cmp_block, stride = p->d->cmp_stride;
     int64_t last = nsa__min(p->seq.tokens, (nth + 1) * NSA__CMP_TOKENS);
@@ -6530,7 +6521,7 @@ static void nsa__filter_input_gradient_task(const void *context, int64_t nth, vo
         memset(sum, 0, sizeof sum);
         for (int64_t i = begin; i < end; i++) {
             nsa__load_taps(p, w, (int)(t - i * stride));
-            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+            nsa__load_dout(p, row, i);
             for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
         }
         nsa__add(to->dtype, nsa__key_row(&p->seq.keys, to, t, p->head), 1, sum, dim);
@@ -6540,13 +6531,12 @@ static void nsa__filter_input_gradient_task(const void *context, int64_t nth, vo
 /* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
 static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
     nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
     int dim = p->x->dim, bias = j == p->d->cmp_block;
     nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
     (void)scratch;
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
-        nsa__load(grad, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+        nsa__load_dout(p, grad, i);
         if (!bias)
             nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
         for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
@@ -6596,15 +6586,15 @@ static void nsa__mlp_load_weights(const nsa__compress_job *p) {
 }
 
 /* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
-static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j, nsa_real *to,
-                              int ld) {
+static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j,
+                              nsa_real *to) {
     nsa_real pos[NSA__MAX_DIM];
     int dim = p->x->dim;
     nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++, to += dim) {
         const void *row = nsa__compress_input(p, (begin + i) * p->d->cmp_stride + j);
-        nsa__load(to + (ptrdiff_t)i * ld, p->x->x.dtype, row, dim);
-        for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
+        nsa__load(to, p->x->x.dtype, row, dim);
+        for (int c = 0; c < dim; c++) to[c] += pos[c];
     }
 }
 
@@ -6626,7 +6616,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
     for (int j = 0; j < p->d->cmp_block; j++) {
-        nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
+        nsa__mlp_load_tap(p, begin, n, j, f->tap);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
         const nsa__result h = nsa__result_at(f->h, hidden, 1);
@@ -6660,7 +6650,6 @@ static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratc
    h is computed again, because forward keeps nothing. dact is computed where dh will be. */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
@@ -6669,9 +6658,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void
     nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
     nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n; i++)
-        nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
-                  nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+    for (int i = 0; i < n; i++) nsa__load_dout(p, f.out + (ptrdiff_t)i * dim, begin + i);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
     const nsa__result dact = nsa__result_at(dh, hidden, 0);
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
@@ -6712,7 +6699,6 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t nth, void 
    dout^T act, db2 += sum dout, dh_sum += sum dh, of which db1 and dpos are made. */
 static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
     nsa_real *rows = (nsa_real *)scratch;
     int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
     for (int64_t begin = 0; begin < p->seq.cmp_tokens; begin += NSA__CMP_ROWS) {
@@ -6720,7 +6706,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         const nsa_real *dh = p->dh + (p->row + begin) * hidden,
                        *act = p->act + (p->row + begin) * hidden;
         if (j < p->d->cmp_block) {
-            nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
+            nsa__mlp_load_tap(p, begin, n, (int)j, rows);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
             const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
@@ -6728,7 +6714,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         }
         for (int i = 0; i < n; i++) {
             nsa_real *row = rows + (ptrdiff_t)i * dim;
-            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+            nsa__load_dout(p, row, begin + i);
             for (int c = 0; c < dim; c++) p->db2[c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }

@@ -32,6 +32,12 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
+/* Loads the row of dout of a block. */
+static void nsa__load_dout(const nsa__compress_job *p, nsa_real *to, int64_t block) {
+    const nsa_tensor *dout = &p->dx->out;
+    nsa__load(to, dout->dtype, nsa__key_row(&p->seq.cmp, dout, block, p->head), p->x->dim);
+}
+
 /* The row of x of a token, which counts from the start of the sequence. */
 static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
     return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
@@ -85,7 +91,7 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
    is apart, because C rounds a negative quotient towards 0. */
 static void nsa__filter_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
+    const nsa_tensor *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
     const int dim = p->x->dim, l = p->d->cmp_block, stride = p->d->cmp_stride;
     int64_t last = nsa__min(p->seq.tokens, (nth + 1) * NSA__CMP_TOKENS);
@@ -97,7 +103,7 @@ static void nsa__filter_input_gradient_task(const void *context, int64_t nth, vo
         memset(sum, 0, sizeof sum);
         for (int64_t i = begin; i < end; i++) {
             nsa__load_taps(p, w, (int)(t - i * stride));
-            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+            nsa__load_dout(p, row, i);
             for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
         }
         nsa__add(to->dtype, nsa__key_row(&p->seq.keys, to, t, p->head), 1, sum, dim);
@@ -107,13 +113,12 @@ static void nsa__filter_input_gradient_task(const void *context, int64_t nth, vo
 /* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
 static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
     nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
     int dim = p->x->dim, bias = j == p->d->cmp_block;
     nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
     (void)scratch;
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
-        nsa__load(grad, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+        nsa__load_dout(p, grad, i);
         if (!bias)
             nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
         for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
@@ -163,15 +168,15 @@ static void nsa__mlp_load_weights(const nsa__compress_job *p) {
 }
 
 /* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
-static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j, nsa_real *to,
-                              int ld) {
+static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j,
+                              nsa_real *to) {
     nsa_real pos[NSA__MAX_DIM];
     int dim = p->x->dim;
     nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++, to += dim) {
         const void *row = nsa__compress_input(p, (begin + i) * p->d->cmp_stride + j);
-        nsa__load(to + (ptrdiff_t)i * ld, p->x->x.dtype, row, dim);
-        for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
+        nsa__load(to, p->x->x.dtype, row, dim);
+        for (int c = 0; c < dim; c++) to[c] += pos[c];
     }
 }
 
@@ -193,7 +198,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
     for (int j = 0; j < p->d->cmp_block; j++) {
-        nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
+        nsa__mlp_load_tap(p, begin, n, j, f->tap);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
         const nsa__result h = nsa__result_at(f->h, hidden, 1);
@@ -227,7 +232,6 @@ static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratc
    h is computed again, because forward keeps nothing. dact is computed where dh will be. */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
@@ -236,9 +240,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void
     nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
     nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n; i++)
-        nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
-                  nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+    for (int i = 0; i < n; i++) nsa__load_dout(p, f.out + (ptrdiff_t)i * dim, begin + i);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
     const nsa__result dact = nsa__result_at(dh, hidden, 0);
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
@@ -279,7 +281,6 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t nth, void 
    dout^T act, db2 += sum dout, dh_sum += sum dh, of which db1 and dpos are made. */
 static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
     nsa_real *rows = (nsa_real *)scratch;
     int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
     for (int64_t begin = 0; begin < p->seq.cmp_tokens; begin += NSA__CMP_ROWS) {
@@ -287,7 +288,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         const nsa_real *dh = p->dh + (p->row + begin) * hidden,
                        *act = p->act + (p->row + begin) * hidden;
         if (j < p->d->cmp_block) {
-            nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
+            nsa__mlp_load_tap(p, begin, n, (int)j, rows);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
             const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
@@ -295,7 +296,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         }
         for (int i = 0; i < n; i++) {
             nsa_real *row = rows + (ptrdiff_t)i * dim;
-            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+            nsa__load_dout(p, row, begin + i);
             for (int c = 0; c < dim; c++) p->db2[c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }

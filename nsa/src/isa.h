@@ -49,11 +49,19 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     switch (isa) {
     case NSA_ISA_DETECT:
     case NSA_ISA_PLAIN:
-        return 1;
 #ifdef NSA__HAS_SSE2
     case NSA_ISA_SSE2:
-        return 1;
 #endif
+#ifdef NSA__HAS_NEON
+    case NSA_ISA_NEON:
+#endif
+#ifdef NSA__HAS_SIMD128
+    case NSA_ISA_SIMD128:
+#endif
+#ifdef NSA__HAS_BF16_BY_HAND
+    case NSA_ISA_AVX512_BF16:
+#endif
+        return 1;
 #ifdef NSA__HAS_AVX
     case NSA_ISA_AVX2:
 #ifdef NSA__HAS_F16C
@@ -63,18 +71,6 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     case NSA_ISA_AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-#endif
-#ifdef NSA__HAS_NEON
-    case NSA_ISA_NEON:
-        return 1;
-#endif
-#ifdef NSA__HAS_SIMD128
-    case NSA_ISA_SIMD128:
-        return 1;
-#endif
-#ifdef NSA__HAS_BF16_BY_HAND
-    case NSA_ISA_AVX512_BF16:
-        return 1;
 #endif
 #ifdef NSA__HAS_AVX512_BF16
     case NSA_ISA_AVX512_BF16:

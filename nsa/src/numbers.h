@@ -370,26 +370,23 @@ static nsa_real nsa__sigmoid(nsa_real x) {
     return (nsa_real)(1 / (1 + exp(-(double)x)));
 }
 
-/* Bytes from one of a head's gates to the next, in a view of that dtype; 0: they are packed. */
+/* Bytes from one of a head's gates to the next, in a view of that dtype. */
 static ptrdiff_t nsa__gates_apart(const nsa_tensor *x, const nsa_desc *d) {
-    int64_t stride = nsa__gate_stride(d);
-    return stride == 1 ? 0 : (ptrdiff_t)stride * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+    return (ptrdiff_t)nsa__gate_stride(d) * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
 static void nsa__load_gates(nsa_real g[3], const nsa_tensor *x, const nsa_desc *d, int64_t batch,
                             int64_t row, int64_t head) {
     const char *at = (const char *)nsa__row(x, batch, row, head);
     ptrdiff_t apart = nsa__gates_apart(x, d);
-    if (!apart) nsa__load(g, x->dtype, at, 3);
-    for (int i = 0; apart && i < 3; i++) nsa__load(&g[i], x->dtype, at + i * apart, 1);
+    for (int i = 0; i < 3; i++) nsa__load(&g[i], x->dtype, at + i * apart, 1);
 }
 
 static void nsa__add_gates(const nsa_tensor *x, const nsa_desc *d, int64_t batch, int64_t row,
                            int64_t head, const nsa_real dg[3]) {
     char *at = (char *)nsa__row(x, batch, row, head);
     ptrdiff_t apart = nsa__gates_apart(x, d);
-    if (!apart) nsa__add(x->dtype, at, 1, dg, 3);
-    for (int i = 0; apart && i < 3; i++) nsa__add(x->dtype, at + i * apart, 1, &dg[i], 1);
+    for (int i = 0; i < 3; i++) nsa__add(x->dtype, at + i * apart, 1, &dg[i], 1);
 }
 
 /* Turns three logits into the weights g of Eq. 5; without a gate function the logits are g. Softmax
@@ -425,21 +422,13 @@ static int64_t nsa__ceil_div(int64_t a, int64_t b) {
 }
 
 NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
-    nsa_tensor x;
-    x.data = data;
-    x.dtype = dtype;
-    x.head = nsa__row_elements(dtype, width);
-    x.token = x.head * heads;
-    x.batch = x.token * tokens;
+    const int64_t row = nsa__row_elements(dtype, width);
+    const nsa_tensor x = {data, dtype, row * heads * tokens, row * heads, row};
     return x;
 }
 
 NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
-    nsa_tensor x;
-    x.data = data;
-    x.dtype = dtype;
-    x.token = nsa__row_elements(dtype, width);
-    x.head = x.token * tokens;
-    x.batch = x.head * heads;
+    const int64_t row = nsa__row_elements(dtype, width);
+    const nsa_tensor x = {data, dtype, row * tokens * heads, row, row * tokens};
     return x;
 }
