@@ -1774,21 +1774,32 @@ static size_t nsa__row_bytes(const nsa_tensor *x, int width) {
 }
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA__PREFETCH(at) __builtin_prefetch(at)
+#define NSA__PREFETCH(at, locality) __builtin_prefetch(at, 0, locality)
+#define NSA__HAS_EFFECT             __asm__ __volatile__("")
 #else
-#define NSA__PREFETCH(at) (void)(at)
+#define NSA__PREFETCH(at, locality) (void)(at)
+#define NSA__HAS_EFFECT             (void)0
 #endif
 
-/* Prefetches memory. Rows of one head are a row of all heads apart, which is further than the
-   hardware prefetches. To GCC a function that only prefetches has no effect, so that it removes
-   calls of it; the empty instruction is one. */
+/* malloc's rows begin within a line. A macro, because clang 14 fails at -O0 where the locality is no
+   constant. */
+#define NSA__FETCH(at, bytes, locality)                                             \
+    do {                                                                            \
+        const char *from = (const char *)(at);                                      \
+        for (size_t i = 0; i < (bytes); i += 64) NSA__PREFETCH(from + i, locality); \
+        if (bytes) NSA__PREFETCH(from + (bytes)-1, locality);                       \
+    } while (0)
+
+/* Prefetches memory into L1, or into L2. Rows of one head are a row of all heads apart, which is
+   further than the hardware prefetches. To GCC a function that only prefetches has no effect, so
+   that it removes calls of it; the empty instruction is one. */
 static void nsa__fetch(const void *at, size_t bytes) {
-#if defined(__GNUC__) || defined(__clang__)
-    __asm__ __volatile__("");
-#endif
-    for (size_t i = 0; i < bytes; i += 64) NSA__PREFETCH((const char *)at + i);
-    /* malloc's rows begin within a line */
-    if (bytes) NSA__PREFETCH((const char *)at + bytes - 1);
+    NSA__HAS_EFFECT;
+    NSA__FETCH(at, bytes, 3);
+}
+static void nsa__fetch_l2(const void *at, size_t bytes) {
+    NSA__HAS_EFFECT;
+    NSA__FETCH(at, bytes, 2);
 }
 
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
@@ -3155,6 +3166,8 @@ typedef struct nsa__tiles {
                   nsa_real *to);
     /* to = factor x, for n numbers, a multiple of 16 */
     void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
+    /* c = x + c.scale c as a product ends, for rows of n numbers, a multiple of 16 */
+    void (*join)(int rows, int n, const nsa_real *x, const nsa__result *c);
     /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
     void (*gate)(int n, const nsa_real g[3], const nsa_real *const x[3], nsa_real *to);
     /* Row c of `to` becomes column c of x. Rows are whole vectors on both sides, and some more may
@@ -3696,6 +3709,16 @@ NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x,
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
 
+NSA__TARGET static void NSA__T(join)(int rows, int n, const nsa_real *x, const nsa__result *c) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, x += n) {
+        const NSA__V scale = NSA__T(splat)(c->scale[r]);
+        nsa_real *to = c->data + (c->rows ? c->rows[r] : r) * c->row;
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__TO(to + j) = NSA__FROM(x + j) + scale * NSA__FROM(to + j);
+    }
+}
+
 NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
                                      nsa_real *to) {
     NSA__ARITHMETIC
@@ -3767,10 +3790,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
-                                         NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
+                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -4254,6 +4277,16 @@ NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x,
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
 
+NSA__TARGET static void NSA__T(join)(int rows, int n, const nsa_real *x, const nsa__result *c) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, x += n) {
+        const NSA__V scale = NSA__T(splat)(c->scale[r]);
+        nsa_real *to = c->data + (c->rows ? c->rows[r] : r) * c->row;
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__TO(to + j) = NSA__FROM(x + j) + scale * NSA__FROM(to + j);
+    }
+}
+
 NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
                                      nsa_real *to) {
     NSA__ARITHMETIC
@@ -4320,10 +4353,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
-                                         NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
+                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -4804,6 +4837,16 @@ NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x,
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
 
+NSA__TARGET static void NSA__T(join)(int rows, int n, const nsa_real *x, const nsa__result *c) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, x += n) {
+        const NSA__V scale = NSA__T(splat)(c->scale[r]);
+        nsa_real *to = c->data + (c->rows ? c->rows[r] : r) * c->row;
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__TO(to + j) = NSA__FROM(x + j) + scale * NSA__FROM(to + j);
+    }
+}
+
 NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
                                      nsa_real *to) {
     NSA__ARITHMETIC
@@ -4870,10 +4913,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
-                                         NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
+                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -5344,6 +5387,16 @@ NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x,
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
 
+NSA__TARGET static void NSA__T(join)(int rows, int n, const nsa_real *x, const nsa__result *c) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, x += n) {
+        const NSA__V scale = NSA__T(splat)(c->scale[r]);
+        nsa_real *to = c->data + (c->rows ? c->rows[r] : r) * c->row;
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__TO(to + j) = NSA__FROM(x + j) + scale * NSA__FROM(to + j);
+    }
+}
+
 NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
                                      nsa_real *to) {
     NSA__ARITHMETIC
@@ -5410,10 +5463,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
-                                         NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
+                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -5909,6 +5962,16 @@ NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x,
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
 
+NSA__TARGET static void NSA__T(join)(int rows, int n, const nsa_real *x, const nsa__result *c) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, x += n) {
+        const NSA__V scale = NSA__T(splat)(c->scale[r]);
+        nsa_real *to = c->data + (c->rows ? c->rows[r] : r) * c->row;
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__TO(to + j) = NSA__FROM(x + j) + scale * NSA__FROM(to + j);
+    }
+}
+
 NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
                                      nsa_real *to) {
     NSA__ARITHMETIC
@@ -5975,10 +6038,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
-                                         NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
+                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -7172,15 +7235,16 @@ enum {
     NSA__HEADS_NEAR = 4,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
     NSA__PENDING = 8,
-    /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
-    NSA__KEYS_AT_ONCE = 24,
-    /* a task by several threads: batches of a task of scores, rows of one of the softmax, parts of
-       the columns at most, and numbers of p that are at hand, which L2 holds; no others were
-       measured */
+    /* in place: keys of a product are a multiple of so many, which pieces of 6 rows divide, and
+       have about so many bytes, for what is prefetched before it must not fill the queue of misses;
+       Zen 4, 64k, dense: twice the bytes 0.81 to 0.90, half 0.96 to 1.04 */
+    NSA__KEYS_AT_ONCE = 6,
+    NSA__BYTES_AT_ONCE = 3072,
+    /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
+       holds; and masks of the batches at hand */
     NSA__SPLIT_BATCHES = 4,
-    NSA__SPLIT_ROWS = 8,
-    NSA__SPLIT_PARTS = 8,
     NSA__SPLIT_NUMBERS = 1 << 15,
+    NSA__SPLIT_MASKS = 256,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
@@ -7341,17 +7405,6 @@ static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
     o->pairs = pairs;
     o->depth = (o->width + 1) / 2;
     o->stride = o->wide / 2;
-}
-
-/* The same of some columns, which are whole vectors, and where column `first` lies in a row. */
-static nsa__operand nsa__operand_columns(const nsa__operand *o, int wide) {
-    nsa__operand columns = *o;
-    columns.wide = columns.width = wide;
-    columns.stride = o->pairs ? wide / 2 : wide;
-    return columns;
-}
-static ptrdiff_t nsa__columns_along(const nsa__operand *o, int first) {
-    return o->pairs ? first / 2 : first;
 }
 
 /* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
@@ -7945,18 +7998,18 @@ static void *nsa__walk_keys(const nsa__head_job *job, const nsa_tensor *x, int w
     return nsa__key(job, x, key);
 }
 
-/* Prefetches rows begin .. end - 1 of x, as far as there are keys: `width` numbers of each, from
-   number `first` on. */
+/* Prefetches rows begin .. end - 1 of x, as far as there are keys. They are read in place some
+   thousand cycles later, and into L1 they would drive out what is read now. */
 static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
-                            int first, int width) {
-    size_t bytes = nsa__dtype_bytes(x->dtype);
+                            int width) {
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(x->dtype);
     end = (int)nsa__min(end, job->keys);
     for (int some; begin < end; begin += some) {
-        const char *at = (const char *)nsa__key(job, x, begin) + (size_t)first * bytes;
+        const char *at = (const char *)nsa__key(job, x, begin);
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         for (int r = 0; r < some; r++) {
-            if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
-            nsa__fetch(at, nsa__row_bytes(x, width));
+            if (r) at += (ptrdiff_t)x->token * bytes; /* of one row it may be anything */
+            nsa__fetch_l2(at, nsa__row_bytes(x, width));
         }
     }
 }
@@ -8177,16 +8230,14 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
-    int scores_alone;    /* 1: values are not multiplied next */
-    int first, wide;     /* columns of v that are summed */
+    int scores_alone;    /* 1: there are no values */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
-    f->scores_alone = f->first = 0;
-    f->wide = p->v.wide;
+    f->scores_alone = 0;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
@@ -8199,10 +8250,11 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
 /* Transposes the task's queries; columns behind the last are zeros. */
 static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
                                 const nsa_real *q, int rows) {
-    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *f->q_t);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->k.depth; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->k.stride + c];
+    for (int c = 0; c < p->k.depth; c++) {
+        nsa_real *to = f->q_t + (ptrdiff_t)c * f->columns;
+        for (int r = 0; r < f->columns; r++)
+            to[r] = r < rows ? q[(ptrdiff_t)r * p->k.stride + c] : 0;
+    }
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
@@ -8217,6 +8269,12 @@ static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job
     return rows;
 }
 
+/* Keys of one product. */
+static int nsa__keys_at_once(const nsa_tensor *k, int width) {
+    int64_t bytes = NSA__KEYS_AT_ONCE * (int64_t)nsa__row_bytes(k, width);
+    return NSA__KEYS_AT_ONCE * (int)nsa__max(1, NSA__BYTES_AT_ONCE / bytes);
+}
+
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
    still in L1 when it is multiplied. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
@@ -8224,15 +8282,16 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
                                   const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
     const int ahead = b->next_key, begin = b->key, n = b->present;
+    const int at_once = nsa__keys_at_once(&p->x->k, p->k.width);
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
-    for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
-        int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+    for (int i = 0, some; i < n; i += some) {
+        some = (int)nsa__min(at_once, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
         if (!f->scores_alone)
-            nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, 0, p->v.width);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, 0, p->k.width);
+            nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
         else if (k.rows)
@@ -8277,32 +8336,27 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys, of the columns at hand. Non-finite rows of values
-   come from copies, as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
+   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
-                               const nsa__matrix *weights, const nsa__result *sums) {
+                               const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *all = &p->v, o = nsa__operand_columns(all, f->wide);
-    const int ahead = o.pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
-    const nsa__matrix paired = {f->paired, o.wide, 1, NULL};
-    nsa__result out = *sums;
-    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, all, b, f->order);
+    const nsa__operand *o = &p->v;
+    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
+    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
+    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
-    out.data += f->first;
-    if (!v.data && !o.pairs) v = nsa__rows_widened(f, job, &p->x->v, all, b->key, n);
-    if (v.data) {
-        v.data += nsa__columns_along(&o, f->first);
-        done = ahead ? o.pairs->pair_rows(n, o.wide, &v, f->paired) : nsa__finite_rows(&o, &v, n);
-    }
+    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
+    if (v.data)
+        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {
-        v = nsa__rows_copied(f, job, &p->x->v, all, b);
-        v.data += nsa__columns_along(&o, f->first);
-        if (ahead) o.pairs->pair_rows(n, o.wide, &v, f->paired);
+        v = nsa__rows_copied(f, job, &p->x->v, o, b);
+        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
     }
-    if (o.pairs && !ahead)
-        o.pairs->gemm_singles(b->rows, o.wide, n, weights, &v, &out);
+    if (o->pairs && !ahead)
+        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
     else
-        nsa__product_over(&o, b->rows, n, weights, ahead ? &paired : &v, &out);
+        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------------
@@ -8728,27 +8782,32 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
 /* ---- Attention: one task by several threads -----------------------------------------------------
    Twin: none; a step of few queries is split there by keys (kernels/decode_attend.cuh). Not here:
    products, sums (attend_in_place.h).
-   A step of decoding may have fewer tasks than threads. Then a task's batches are computed some at
-   a time, in three loops, each over smaller tasks:
-     scores:  q k^T of a few batches
-     softmax: of a few rows, through all batches at hand
-     sums:    p v of a few columns, through all batches at hand
+   A step of decoding may have fewer tasks than threads. Then a task's batches are computed by
+   several threads, some batches at a time, and only what depends on the batches before is done in
+   turn:
+     scores:  q k^T
+     softmax: in turn, because it goes on from the maximum and the sum before
+     sums:    p v of each batch alone
+     joined:  in turn, out = p v + shrink out
    Each number is the same sum in the same order as nsa__forward_task computes it alone. */
 
-/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. */
+/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. What the
+   threads share is the one's where the split lies; p, shrink and sums are each thread's own. */
 typedef struct nsa__split {
     const nsa__head_job *job; /* NULL: there is no such task */
     nsa__head_job own;        /* the job of one query, whose keys are gathered */
     nsa__forward f;
     int from;            /* of the tile's queries, the first of the next batch */
     int n, most;         /* batches at hand, and room for them */
+    int at_once;         /* batches that a thread takes */
+    int32_t scored;      /* such parts of the batches at hand whose softmax is done */
+    int32_t joined;      /* the same of those that are in out */
     nsa__batch *batches; /* the query, row and mask of each lie in the next two: */
     uint64_t *masks;     /* of each batch and query */
     int *ascending;      /* 0, 1, 2, ...: queries of a batch in place are neighbours */
-    uint64_t *nonfinite; /* of each batch: non-finite keys, then those of each part of columns */
-    nsa_real *shrink;    /* of each batch and row */
-    nsa_real *p;         /* (rows, stride): p of all batches; before, scores that are not kept */
-    ptrdiff_t stride;
+    nsa_real *p;         /* of each batch of a part */
+    nsa_real *shrink;    /* of the same */
+    nsa_real *sums;      /* of the same: p v */
 } nsa__split;
 
 /* Queries and rows of a batch. */
@@ -8762,30 +8821,29 @@ static int nsa__split_rows(const nsa__attend_plan *p) {
 /* Returns where the split lies. More queries have fewer batches at hand, and all have the room of
    the most, because a workspace for many must serve fewer. */
 static nsa__split *nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
-    const int queries = p->cut.batch_queries, tile = p->cut.tile;
-    const int64_t numbers =
-        nsa__max(NSA__SPLIT_NUMBERS / tile, (int64_t)NSA__SPLIT_BATCHES * queries * p->group);
-    const int64_t masks = nsa__max(numbers / p->group, 1);
+    const int queries = p->cut.batch_queries;
+    const int64_t rows = (int64_t)queries * p->group, wide = p->v.wide;
+    const int64_t masks = nsa__max(NSA__SPLIT_MASKS, (int64_t)NSA__SPLIT_BATCHES * queries);
     nsa__split *at = (nsa__split *)nsa__alloc(a, 1, sizeof *at);
     memset(s, 0, sizeof *s);
     nsa__forward_alloc(&s->f, p, a);
-    s->most = (int)nsa__max(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / tile / nsa__split_rows(p));
-    s->stride = (ptrdiff_t)s->most * tile + NSA__LANES;
+    s->most = (int)(masks / nsa__split_queries(p));
+    s->at_once = (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / wide / nsa__split_rows(p));
+    s->at_once = (int)nsa__max(1, s->at_once);
     s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
     s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
-    s->nonfinite = (uint64_t *)nsa__alloc(a, masks * (1 + NSA__SPLIT_PARTS), sizeof *s->nonfinite);
-    s->ascending = (int *)nsa__alloc(a, (int64_t)queries * p->group, sizeof *s->ascending);
-    s->shrink = nsa__alloc_reals(a, numbers + NSA__LANES);
-    s->p = nsa__alloc_reals(a, numbers * tile + (int64_t)queries * p->group * NSA__LANES);
+    s->ascending = (int *)nsa__alloc(a, rows, sizeof *s->ascending);
+    s->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
+    s->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
+    s->sums = nsa__alloc_reals(a, nsa__max(NSA__SPLIT_NUMBERS, rows * wide));
     return at;
 }
 
-/* What the loops share. */
+/* What the threads share. */
 typedef struct nsa__splits {
     const nsa__head_job *jobs;
     const nsa__team *team;
     int heads, count; /* jobs, and tasks of them that are split */
-    int columns;      /* of a part */
 } nsa__splits;
 
 static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
@@ -8808,8 +8866,9 @@ static void nsa__split_begin(const nsa__splits *all, int i) {
     at->f.iter.tile_queries = 0;
 }
 
-/* Takes the next batches in hand; none is left if they are none. */
-static void nsa__split_take(nsa__split *s) {
+/* Takes the next batches in hand; none is left if they are none. The last of a part prefetches the
+   keys of the part that its thread is likely to take next: `apart` batches behind its own. */
+static void nsa__split_take(nsa__split *s, int apart) {
     nsa__tile_iter *it = &s->f.iter;
     for (s->n = 0; s->job && s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
@@ -8825,127 +8884,106 @@ static void nsa__split_take(nsa__split *s) {
         b->query = s->ascending + b->query[0];
         b->row = s->ascending + b->row[0];
     }
+    for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
+        s->batches[i].next_key = s->batches[i + 1 + apart].key;
+    s->scored = s->joined = 0;
 }
 
-/* The state of a split task with the scratch of the thread that works at it. */
-static nsa__forward nsa__split_scratch(const nsa__split *s, void *scratch) {
-    nsa__split mine;
+/* A part of the batches at hand, by one thread. */
+typedef struct nsa__part {
+    int32_t nth;
+    int n; /* batches */
+    const nsa__batch *batches;
+    nsa__in_place *in_place;              /* the thread's */
+    nsa__forward of[NSA__SPLIT_BATCHES];  /* the task's, with p and shrink of each batch */
+    nsa_real *scores[NSA__SPLIT_BATCHES]; /* rows `apart` from each other */
+    nsa_real *sums[NSA__SPLIT_BATCHES];
+    uint64_t nonfinite[NSA__SPLIT_BATCHES]; /* keys of each batch */
+    ptrdiff_t apart;
+} nsa__part;
+
+/* Part `nth` of a task; `mine` is what the thread has for it. */
+static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *mine) {
+    const nsa__attend_plan *p = s->job->plan;
+    const ptrdiff_t rows = nsa__split_rows(p);
+    nsa__part part;
+    memset(&part, 0, sizeof part);
+    part.nth = nth;
+    part.n = (int)nsa__min(s->at_once, s->n - nth * s->at_once);
+    part.batches = s->batches + (ptrdiff_t)nth * s->at_once;
+    part.in_place = &mine->f.in_place;
+    part.in_place->q_t = s->f.in_place.q_t;
+    for (int i = 0; i < part.n; i++) {
+        part.of[i] = s->f;
+        part.of[i].s = mine->p + i * rows * p->cut.tile;
+        part.of[i].shrink = mine->shrink + i * (rows + NSA__LANES);
+        part.sums[i] = mine->sums + i * rows * p->v.wide;
+        part.scores[i] = nsa__forward_scores(&part.of[i], p, &part.batches[i], &part.apart);
+    }
+    return part;
+}
+
+/* Waits until it is the turn of part `nth`. Those before it have begun, and wait for none behind
+   them. */
+static void nsa__split_await(const int32_t *turn, int32_t nth) {
+    while (nsa__read(turn) != nth) nsa__yield();
+}
+
+static void nsa__split_softmax(nsa__split *s, nsa__part *part) {
+    nsa__split_await(&s->scored, part->nth);
+    for (int i = 0; i < part->n; i++)
+        nsa__forward_softmax(&part->of[i], s->job, &part->batches[i], part->scores[i], part->apart);
+    nsa__write(&s->scored, part->nth + 1);
+}
+
+static void nsa__split_sums(nsa__split *s, nsa__part *part) {
+    const nsa__attend_plan *p = s->job->plan;
+    const int wide = p->v.wide;
+    for (int i = 0; i < part->n; i++) {
+        const nsa__matrix weights = {part->of[i].s, p->cut.tile, 1, NULL};
+        const nsa__result sums = nsa__result_at(part->sums[i], wide, 0);
+        part->in_place->nonfinite = part->nonfinite[i];
+        nsa__in_place_sums(part->in_place, s->job, &part->batches[i], &weights, &sums);
+        part->nonfinite[i] = part->in_place->nonfinite;
+    }
+    nsa__split_await(&s->joined, part->nth);
+    for (int i = 0; i < part->n; i++) {
+        const nsa__batch *b = &part->batches[i];
+        const nsa__result out = {s->f.out, wide, b->row, 1, part->of[i].shrink};
+        p->tiles->join(b->rows, wide, part->sums[i], &out);
+        nsa__forward_note(&s->f, s->job, b, part->nonfinite[i] << b->begin);
+    }
+    nsa__write(&s->joined, part->nth + 1);
+}
+
+static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    nsa__split *s = nsa__split_at(all, nth % all->count), mine;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__forward f = s->f;
+    if (nth / all->count * s->at_once >= s->n) return;
     nsa__split_alloc(&mine, s->job->plan, &a);
-    f.in_place = mine.f.in_place;
-    f.in_place.q_t = s->f.in_place.q_t;
-    f.in_place.scores_alone = 1;
-    f.shrink = mine.f.shrink;
-    return f;
-}
-
-/* Where the scores of batch i are. */
-static nsa_real *nsa__split_scores(const nsa__split *s, int i, ptrdiff_t *apart) {
-    const nsa__attend_plan *p = s->job->plan;
-    *apart = s->stride;
-    if (!p->options.select) return s->p + (ptrdiff_t)i * p->cut.tile;
-    return nsa__forward_scores(&s->f, p, &s->batches[i], apart);
-}
-
-static void nsa__split_score(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__split *s = nsa__split_at(all, nth % all->count);
-    const int first = (int)(nth / all->count) * NSA__SPLIT_BATCHES;
-    if (first >= s->n) return;
-    nsa__forward f = nsa__split_scratch(s, scratch);
-    for (int i = first; i < nsa__min(first + NSA__SPLIT_BATCHES, s->n); i++) {
-        ptrdiff_t apart;
-        nsa_real *scores = nsa__split_scores(s, i, &apart);
-        nsa__in_place_scores(&f.in_place, s->job, &s->batches[i], apart, scores);
-        s->nonfinite[i * (1 + NSA__SPLIT_PARTS)] = f.in_place.nonfinite;
+    nsa__part part = nsa__split_part(s, (int32_t)(nth / all->count), &mine);
+    for (int i = 0; i < part.n; i++) {
+        nsa__in_place_scores(part.in_place, s->job, &part.batches[i], part.apart, part.scores[i]);
+        part.nonfinite[i] = part.in_place->nonfinite;
     }
-}
-
-/* Rows of a task of the softmax: they share a mask. */
-static int nsa__split_softmax_rows(const nsa__attend_plan *p) {
-    return p->group % NSA__SPLIT_ROWS ? p->group : NSA__SPLIT_ROWS;
-}
-
-static void nsa__split_softmax(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__split *s = nsa__split_at(all, nth % all->count);
-    if (!s->n) return;
-    const nsa__attend_plan *p = s->job->plan;
-    const int rows = nsa__split_softmax_rows(p), first = (int)(nth / all->count) * rows;
-    const nsa__forward f = nsa__split_scratch(s, scratch);
-    const nsa__running so_far = {f.m, f.l, f.shrink};
-    for (int i = 0; i < s->n; i++) {
-        const nsa__batch *b = &s->batches[i];
-        const int at = first - b->row[0]; /* in the batch */
-        if (at < 0 || at >= b->rows) continue;
-        ptrdiff_t apart;
-        nsa_real *scores = nsa__split_scores(s, i, &apart);
-        nsa_real *weights = s->p + at * s->stride + (ptrdiff_t)i * p->cut.tile;
-        nsa__scored x = nsa__batch_scored(p, b);
-        x.rows = x.group = rows;
-        x.mask += at / p->group;
-        x.row += at;
-        p->tiles->softmax(&x, apart, scores + at * apart, s->stride, weights, &so_far);
-        memcpy(s->shrink + (ptrdiff_t)i * nsa__split_rows(p) + at, f.shrink,
-               (size_t)rows * sizeof *f.shrink);
-        if (p->v.pairs) p->v.pairs->round_rows(rows, x.n, s->stride, weights);
-    }
-}
-
-static void nsa__split_sum(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__split *s = nsa__split_at(all, nth % all->count);
-    const int part = (int)(nth / all->count), first = part * all->columns;
-    if (!s->n) return;
-    const nsa__attend_plan *p = s->job->plan;
-    const int wide = (int)nsa__min(all->columns, p->v.wide - first);
-    nsa__forward f = nsa__split_scratch(s, scratch);
-    f.in_place.first = first;
-    f.in_place.wide = wide;
-    for (int i = 0; i < s->n; i++) {
-        const int ahead = s->batches[i].next_key;
-        const nsa_real *shrink = s->shrink + (ptrdiff_t)i * nsa__split_rows(p);
-        const nsa__matrix weights = {s->p + (ptrdiff_t)i * p->cut.tile, s->stride, 1, NULL};
-        const nsa__result out = {f.out, p->v.wide, s->batches[i].row, 1, shrink};
-        f.in_place.nonfinite = 0;
-        nsa__fetch_rows(s->job, &p->x->v, ahead, ahead + p->cut.tile, first, wide);
-        nsa__in_place_sums(&f.in_place, s->job, &s->batches[i], &weights, &out);
-        s->nonfinite[i * (1 + NSA__SPLIT_PARTS) + 1 + part] = f.in_place.nonfinite;
-    }
-}
-
-/* Marks the rows that read what is not finite. */
-static void nsa__split_note(nsa__split *s, int parts) {
-    for (int i = 0; i < s->n; i++) {
-        uint64_t nonfinite = 0;
-        for (int j = 0; j <= parts; j++) nonfinite |= s->nonfinite[i * (1 + NSA__SPLIT_PARTS) + j];
-        nsa__forward_note(&s->f, s->job, &s->batches[i], nonfinite << s->batches[i].begin);
-    }
+    nsa__split_softmax(s, &part);
+    nsa__split_sums(s, &part);
 }
 
 /* Runs `count` tasks of the jobs, fewer than the team has threads. */
 static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
-    const nsa__attend_plan *p = jobs->plan;
-    nsa__splits all = {jobs, team, heads, count, 0};
-    const int64_t vectors = p->v.wide / NSA__LANES;
-    const int64_t wanted = nsa__min(nsa__ceil_div(team->threads, count), NSA__SPLIT_PARTS);
-    all.columns = (int)nsa__ceil_div(vectors, nsa__min(wanted, vectors)) * NSA__LANES;
-    const int parts = (int)nsa__ceil_div(p->v.wide, all.columns);
+    const nsa__splits all = {jobs, team, heads, count};
+    const int others = (int)nsa__ceil_div(team->threads, count) - 1; /* threads at a task */
     for (int i = 0; i < count; i++) nsa__split_begin(&all, i);
-    for (int most = 1; most;) {
-        most = 0;
+    for (int64_t parts = 1; parts;) {
+        parts = 0;
         for (int i = 0; i < count; i++) {
             nsa__split *s = nsa__split_at(&all, i);
-            nsa__split_take(s);
-            most = s->n > most ? s->n : most;
+            nsa__split_take(s, others * s->at_once);
+            parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
         }
-        if (!most) break;
-        nsa__run(team, count * nsa__ceil_div(most, NSA__SPLIT_BATCHES), nsa__split_score, &all);
-        nsa__run(team, (int64_t)count * nsa__split_rows(p) / nsa__split_softmax_rows(p),
-                 nsa__split_softmax, &all);
-        nsa__run(team, (int64_t)count * parts, nsa__split_sum, &all);
-        for (int i = 0; i < count; i++) nsa__split_note(nsa__split_at(&all, i), parts);
+        nsa__run(team, count * parts, nsa__split_task, &all);
     }
     for (int i = 0; i < count; i++) {
         nsa__split *s = nsa__split_at(&all, i);

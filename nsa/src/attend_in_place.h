@@ -36,16 +36,14 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
-    int scores_alone;    /* 1: values are not multiplied next */
-    int first, wide;     /* columns of v that are summed */
+    int scores_alone;    /* 1: there are no values */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
-    f->scores_alone = f->first = 0;
-    f->wide = p->v.wide;
+    f->scores_alone = 0;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
@@ -58,10 +56,11 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
 /* Transposes the task's queries; columns behind the last are zeros. */
 static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
                                 const nsa_real *q, int rows) {
-    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *f->q_t);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->k.depth; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->k.stride + c];
+    for (int c = 0; c < p->k.depth; c++) {
+        nsa_real *to = f->q_t + (ptrdiff_t)c * f->columns;
+        for (int r = 0; r < f->columns; r++)
+            to[r] = r < rows ? q[(ptrdiff_t)r * p->k.stride + c] : 0;
+    }
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
@@ -76,6 +75,12 @@ static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job
     return rows;
 }
 
+/* Keys of one product. */
+static int nsa__keys_at_once(const nsa_tensor *k, int width) {
+    int64_t bytes = NSA__KEYS_AT_ONCE * (int64_t)nsa__row_bytes(k, width);
+    return NSA__KEYS_AT_ONCE * (int)nsa__max(1, NSA__BYTES_AT_ONCE / bytes);
+}
+
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
    still in L1 when it is multiplied. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
@@ -83,15 +88,16 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
                                   const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
     const int ahead = b->next_key, begin = b->key, n = b->present;
+    const int at_once = nsa__keys_at_once(&p->x->k, p->k.width);
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
-    for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
-        int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+    for (int i = 0, some; i < n; i += some) {
+        some = (int)nsa__min(at_once, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
         if (!f->scores_alone)
-            nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, 0, p->v.width);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, 0, p->k.width);
+            nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
         else if (k.rows)
@@ -136,30 +142,25 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys, of the columns at hand. Non-finite rows of values
-   come from copies, as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
+   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
-                               const nsa__matrix *weights, const nsa__result *sums) {
+                               const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *all = &p->v, o = nsa__operand_columns(all, f->wide);
-    const int ahead = o.pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
-    const nsa__matrix paired = {f->paired, o.wide, 1, NULL};
-    nsa__result out = *sums;
-    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, all, b, f->order);
+    const nsa__operand *o = &p->v;
+    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
+    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
+    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
-    out.data += f->first;
-    if (!v.data && !o.pairs) v = nsa__rows_widened(f, job, &p->x->v, all, b->key, n);
-    if (v.data) {
-        v.data += nsa__columns_along(&o, f->first);
-        done = ahead ? o.pairs->pair_rows(n, o.wide, &v, f->paired) : nsa__finite_rows(&o, &v, n);
-    }
+    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
+    if (v.data)
+        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {
-        v = nsa__rows_copied(f, job, &p->x->v, all, b);
-        v.data += nsa__columns_along(&o, f->first);
-        if (ahead) o.pairs->pair_rows(n, o.wide, &v, f->paired);
+        v = nsa__rows_copied(f, job, &p->x->v, o, b);
+        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
     }
-    if (o.pairs && !ahead)
-        o.pairs->gemm_singles(b->rows, o.wide, n, weights, &v, &out);
+    if (o->pairs && !ahead)
+        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
     else
-        nsa__product_over(&o, b->rows, n, weights, ahead ? &paired : &v, &out);
+        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
 }

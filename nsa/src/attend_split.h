@@ -1,29 +1,34 @@
 /* ---- Attention: one task by several threads -----------------------------------------------------
    Twin: none; a step of few queries is split there by keys (kernels/decode_attend.cuh). Not here:
    products, sums (attend_in_place.h).
-   A step of decoding may have fewer tasks than threads. Then a task's batches are computed some at
-   a time, in three loops, each over smaller tasks:
-     scores:  q k^T of a few batches
-     softmax: of a few rows, through all batches at hand
-     sums:    p v of a few columns, through all batches at hand
+   A step of decoding may have fewer tasks than threads. Then a task's batches are computed by
+   several threads, some batches at a time, and only what depends on the batches before is done in
+   turn:
+     scores:  q k^T
+     softmax: in turn, because it goes on from the maximum and the sum before
+     sums:    p v of each batch alone
+     joined:  in turn, out = p v + shrink out
    Each number is the same sum in the same order as nsa__forward_task computes it alone. */
 #pragma once
 #include "attend_forward.h"
 
-/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. */
+/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. What the
+   threads share is the one's where the split lies; p, shrink and sums are each thread's own. */
 typedef struct nsa__split {
     const nsa__head_job *job; /* NULL: there is no such task */
     nsa__head_job own;        /* the job of one query, whose keys are gathered */
     nsa__forward f;
     int from;            /* of the tile's queries, the first of the next batch */
     int n, most;         /* batches at hand, and room for them */
+    int at_once;         /* batches that a thread takes */
+    int32_t scored;      /* such parts of the batches at hand whose softmax is done */
+    int32_t joined;      /* the same of those that are in out */
     nsa__batch *batches; /* the query, row and mask of each lie in the next two: */
     uint64_t *masks;     /* of each batch and query */
     int *ascending;      /* 0, 1, 2, ...: queries of a batch in place are neighbours */
-    uint64_t *nonfinite; /* of each batch: non-finite keys, then those of each part of columns */
-    nsa_real *shrink;    /* of each batch and row */
-    nsa_real *p;         /* (rows, stride): p of all batches; before, scores that are not kept */
-    ptrdiff_t stride;
+    nsa_real *p;         /* of each batch of a part */
+    nsa_real *shrink;    /* of the same */
+    nsa_real *sums;      /* of the same: p v */
 } nsa__split;
 
 /* Queries and rows of a batch. */
@@ -37,30 +42,29 @@ static int nsa__split_rows(const nsa__attend_plan *p) {
 /* Returns where the split lies. More queries have fewer batches at hand, and all have the room of
    the most, because a workspace for many must serve fewer. */
 static nsa__split *nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
-    const int queries = p->cut.batch_queries, tile = p->cut.tile;
-    const int64_t numbers =
-        nsa__max(NSA__SPLIT_NUMBERS / tile, (int64_t)NSA__SPLIT_BATCHES * queries * p->group);
-    const int64_t masks = nsa__max(numbers / p->group, 1);
+    const int queries = p->cut.batch_queries;
+    const int64_t rows = (int64_t)queries * p->group, wide = p->v.wide;
+    const int64_t masks = nsa__max(NSA__SPLIT_MASKS, (int64_t)NSA__SPLIT_BATCHES * queries);
     nsa__split *at = (nsa__split *)nsa__alloc(a, 1, sizeof *at);
     memset(s, 0, sizeof *s);
     nsa__forward_alloc(&s->f, p, a);
-    s->most = (int)nsa__max(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / tile / nsa__split_rows(p));
-    s->stride = (ptrdiff_t)s->most * tile + NSA__LANES;
+    s->most = (int)(masks / nsa__split_queries(p));
+    s->at_once = (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / wide / nsa__split_rows(p));
+    s->at_once = (int)nsa__max(1, s->at_once);
     s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
     s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
-    s->nonfinite = (uint64_t *)nsa__alloc(a, masks * (1 + NSA__SPLIT_PARTS), sizeof *s->nonfinite);
-    s->ascending = (int *)nsa__alloc(a, (int64_t)queries * p->group, sizeof *s->ascending);
-    s->shrink = nsa__alloc_reals(a, numbers + NSA__LANES);
-    s->p = nsa__alloc_reals(a, numbers * tile + (int64_t)queries * p->group * NSA__LANES);
+    s->ascending = (int *)nsa__alloc(a, rows, sizeof *s->ascending);
+    s->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
+    s->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
+    s->sums = nsa__alloc_reals(a, nsa__max(NSA__SPLIT_NUMBERS, rows * wide));
     return at;
 }
 
-/* What the loops share. */
+/* What the threads share. */
 typedef struct nsa__splits {
     const nsa__head_job *jobs;
     const nsa__team *team;
     int heads, count; /* jobs, and tasks of them that are split */
-    int columns;      /* of a part */
 } nsa__splits;
 
 static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
@@ -83,8 +87,9 @@ static void nsa__split_begin(const nsa__splits *all, int i) {
     at->f.iter.tile_queries = 0;
 }
 
-/* Takes the next batches in hand; none is left if they are none. */
-static void nsa__split_take(nsa__split *s) {
+/* Takes the next batches in hand; none is left if they are none. The last of a part prefetches the
+   keys of the part that its thread is likely to take next: `apart` batches behind its own. */
+static void nsa__split_take(nsa__split *s, int apart) {
     nsa__tile_iter *it = &s->f.iter;
     for (s->n = 0; s->job && s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
@@ -100,127 +105,106 @@ static void nsa__split_take(nsa__split *s) {
         b->query = s->ascending + b->query[0];
         b->row = s->ascending + b->row[0];
     }
+    for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
+        s->batches[i].next_key = s->batches[i + 1 + apart].key;
+    s->scored = s->joined = 0;
 }
 
-/* The state of a split task with the scratch of the thread that works at it. */
-static nsa__forward nsa__split_scratch(const nsa__split *s, void *scratch) {
-    nsa__split mine;
+/* A part of the batches at hand, by one thread. */
+typedef struct nsa__part {
+    int32_t nth;
+    int n; /* batches */
+    const nsa__batch *batches;
+    nsa__in_place *in_place;              /* the thread's */
+    nsa__forward of[NSA__SPLIT_BATCHES];  /* the task's, with p and shrink of each batch */
+    nsa_real *scores[NSA__SPLIT_BATCHES]; /* rows `apart` from each other */
+    nsa_real *sums[NSA__SPLIT_BATCHES];
+    uint64_t nonfinite[NSA__SPLIT_BATCHES]; /* keys of each batch */
+    ptrdiff_t apart;
+} nsa__part;
+
+/* Part `nth` of a task; `mine` is what the thread has for it. */
+static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *mine) {
+    const nsa__attend_plan *p = s->job->plan;
+    const ptrdiff_t rows = nsa__split_rows(p);
+    nsa__part part;
+    memset(&part, 0, sizeof part);
+    part.nth = nth;
+    part.n = (int)nsa__min(s->at_once, s->n - nth * s->at_once);
+    part.batches = s->batches + (ptrdiff_t)nth * s->at_once;
+    part.in_place = &mine->f.in_place;
+    part.in_place->q_t = s->f.in_place.q_t;
+    for (int i = 0; i < part.n; i++) {
+        part.of[i] = s->f;
+        part.of[i].s = mine->p + i * rows * p->cut.tile;
+        part.of[i].shrink = mine->shrink + i * (rows + NSA__LANES);
+        part.sums[i] = mine->sums + i * rows * p->v.wide;
+        part.scores[i] = nsa__forward_scores(&part.of[i], p, &part.batches[i], &part.apart);
+    }
+    return part;
+}
+
+/* Waits until it is the turn of part `nth`. Those before it have begun, and wait for none behind
+   them. */
+static void nsa__split_await(const int32_t *turn, int32_t nth) {
+    while (nsa__read(turn) != nth) nsa__yield();
+}
+
+static void nsa__split_softmax(nsa__split *s, nsa__part *part) {
+    nsa__split_await(&s->scored, part->nth);
+    for (int i = 0; i < part->n; i++)
+        nsa__forward_softmax(&part->of[i], s->job, &part->batches[i], part->scores[i], part->apart);
+    nsa__write(&s->scored, part->nth + 1);
+}
+
+static void nsa__split_sums(nsa__split *s, nsa__part *part) {
+    const nsa__attend_plan *p = s->job->plan;
+    const int wide = p->v.wide;
+    for (int i = 0; i < part->n; i++) {
+        const nsa__matrix weights = {part->of[i].s, p->cut.tile, 1, NULL};
+        const nsa__result sums = nsa__result_at(part->sums[i], wide, 0);
+        part->in_place->nonfinite = part->nonfinite[i];
+        nsa__in_place_sums(part->in_place, s->job, &part->batches[i], &weights, &sums);
+        part->nonfinite[i] = part->in_place->nonfinite;
+    }
+    nsa__split_await(&s->joined, part->nth);
+    for (int i = 0; i < part->n; i++) {
+        const nsa__batch *b = &part->batches[i];
+        const nsa__result out = {s->f.out, wide, b->row, 1, part->of[i].shrink};
+        p->tiles->join(b->rows, wide, part->sums[i], &out);
+        nsa__forward_note(&s->f, s->job, b, part->nonfinite[i] << b->begin);
+    }
+    nsa__write(&s->joined, part->nth + 1);
+}
+
+static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    nsa__split *s = nsa__split_at(all, nth % all->count), mine;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__forward f = s->f;
+    if (nth / all->count * s->at_once >= s->n) return;
     nsa__split_alloc(&mine, s->job->plan, &a);
-    f.in_place = mine.f.in_place;
-    f.in_place.q_t = s->f.in_place.q_t;
-    f.in_place.scores_alone = 1;
-    f.shrink = mine.f.shrink;
-    return f;
-}
-
-/* Where the scores of batch i are. */
-static nsa_real *nsa__split_scores(const nsa__split *s, int i, ptrdiff_t *apart) {
-    const nsa__attend_plan *p = s->job->plan;
-    *apart = s->stride;
-    if (!p->options.select) return s->p + (ptrdiff_t)i * p->cut.tile;
-    return nsa__forward_scores(&s->f, p, &s->batches[i], apart);
-}
-
-static void nsa__split_score(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__split *s = nsa__split_at(all, nth % all->count);
-    const int first = (int)(nth / all->count) * NSA__SPLIT_BATCHES;
-    if (first >= s->n) return;
-    nsa__forward f = nsa__split_scratch(s, scratch);
-    for (int i = first; i < nsa__min(first + NSA__SPLIT_BATCHES, s->n); i++) {
-        ptrdiff_t apart;
-        nsa_real *scores = nsa__split_scores(s, i, &apart);
-        nsa__in_place_scores(&f.in_place, s->job, &s->batches[i], apart, scores);
-        s->nonfinite[i * (1 + NSA__SPLIT_PARTS)] = f.in_place.nonfinite;
+    nsa__part part = nsa__split_part(s, (int32_t)(nth / all->count), &mine);
+    for (int i = 0; i < part.n; i++) {
+        nsa__in_place_scores(part.in_place, s->job, &part.batches[i], part.apart, part.scores[i]);
+        part.nonfinite[i] = part.in_place->nonfinite;
     }
-}
-
-/* Rows of a task of the softmax: they share a mask. */
-static int nsa__split_softmax_rows(const nsa__attend_plan *p) {
-    return p->group % NSA__SPLIT_ROWS ? p->group : NSA__SPLIT_ROWS;
-}
-
-static void nsa__split_softmax(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__split *s = nsa__split_at(all, nth % all->count);
-    if (!s->n) return;
-    const nsa__attend_plan *p = s->job->plan;
-    const int rows = nsa__split_softmax_rows(p), first = (int)(nth / all->count) * rows;
-    const nsa__forward f = nsa__split_scratch(s, scratch);
-    const nsa__running so_far = {f.m, f.l, f.shrink};
-    for (int i = 0; i < s->n; i++) {
-        const nsa__batch *b = &s->batches[i];
-        const int at = first - b->row[0]; /* in the batch */
-        if (at < 0 || at >= b->rows) continue;
-        ptrdiff_t apart;
-        nsa_real *scores = nsa__split_scores(s, i, &apart);
-        nsa_real *weights = s->p + at * s->stride + (ptrdiff_t)i * p->cut.tile;
-        nsa__scored x = nsa__batch_scored(p, b);
-        x.rows = x.group = rows;
-        x.mask += at / p->group;
-        x.row += at;
-        p->tiles->softmax(&x, apart, scores + at * apart, s->stride, weights, &so_far);
-        memcpy(s->shrink + (ptrdiff_t)i * nsa__split_rows(p) + at, f.shrink,
-               (size_t)rows * sizeof *f.shrink);
-        if (p->v.pairs) p->v.pairs->round_rows(rows, x.n, s->stride, weights);
-    }
-}
-
-static void nsa__split_sum(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__split *s = nsa__split_at(all, nth % all->count);
-    const int part = (int)(nth / all->count), first = part * all->columns;
-    if (!s->n) return;
-    const nsa__attend_plan *p = s->job->plan;
-    const int wide = (int)nsa__min(all->columns, p->v.wide - first);
-    nsa__forward f = nsa__split_scratch(s, scratch);
-    f.in_place.first = first;
-    f.in_place.wide = wide;
-    for (int i = 0; i < s->n; i++) {
-        const int ahead = s->batches[i].next_key;
-        const nsa_real *shrink = s->shrink + (ptrdiff_t)i * nsa__split_rows(p);
-        const nsa__matrix weights = {s->p + (ptrdiff_t)i * p->cut.tile, s->stride, 1, NULL};
-        const nsa__result out = {f.out, p->v.wide, s->batches[i].row, 1, shrink};
-        f.in_place.nonfinite = 0;
-        nsa__fetch_rows(s->job, &p->x->v, ahead, ahead + p->cut.tile, first, wide);
-        nsa__in_place_sums(&f.in_place, s->job, &s->batches[i], &weights, &out);
-        s->nonfinite[i * (1 + NSA__SPLIT_PARTS) + 1 + part] = f.in_place.nonfinite;
-    }
-}
-
-/* Marks the rows that read what is not finite. */
-static void nsa__split_note(nsa__split *s, int parts) {
-    for (int i = 0; i < s->n; i++) {
-        uint64_t nonfinite = 0;
-        for (int j = 0; j <= parts; j++) nonfinite |= s->nonfinite[i * (1 + NSA__SPLIT_PARTS) + j];
-        nsa__forward_note(&s->f, s->job, &s->batches[i], nonfinite << s->batches[i].begin);
-    }
+    nsa__split_softmax(s, &part);
+    nsa__split_sums(s, &part);
 }
 
 /* Runs `count` tasks of the jobs, fewer than the team has threads. */
 static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
-    const nsa__attend_plan *p = jobs->plan;
-    nsa__splits all = {jobs, team, heads, count, 0};
-    const int64_t vectors = p->v.wide / NSA__LANES;
-    const int64_t wanted = nsa__min(nsa__ceil_div(team->threads, count), NSA__SPLIT_PARTS);
-    all.columns = (int)nsa__ceil_div(vectors, nsa__min(wanted, vectors)) * NSA__LANES;
-    const int parts = (int)nsa__ceil_div(p->v.wide, all.columns);
+    const nsa__splits all = {jobs, team, heads, count};
+    const int others = (int)nsa__ceil_div(team->threads, count) - 1; /* threads at a task */
     for (int i = 0; i < count; i++) nsa__split_begin(&all, i);
-    for (int most = 1; most;) {
-        most = 0;
+    for (int64_t parts = 1; parts;) {
+        parts = 0;
         for (int i = 0; i < count; i++) {
             nsa__split *s = nsa__split_at(&all, i);
-            nsa__split_take(s);
-            most = s->n > most ? s->n : most;
+            nsa__split_take(s, others * s->at_once);
+            parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
         }
-        if (!most) break;
-        nsa__run(team, count * nsa__ceil_div(most, NSA__SPLIT_BATCHES), nsa__split_score, &all);
-        nsa__run(team, (int64_t)count * nsa__split_rows(p) / nsa__split_softmax_rows(p),
-                 nsa__split_softmax, &all);
-        nsa__run(team, (int64_t)count * parts, nsa__split_sum, &all);
-        for (int i = 0; i < count; i++) nsa__split_note(nsa__split_at(&all, i), parts);
+        nsa__run(team, count * parts, nsa__split_task, &all);
     }
     for (int i = 0; i < count; i++) {
         nsa__split *s = nsa__split_at(&all, i);

@@ -138,21 +138,32 @@ static size_t nsa__row_bytes(const nsa_tensor *x, int width) {
 }
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA__PREFETCH(at) __builtin_prefetch(at)
+#define NSA__PREFETCH(at, locality) __builtin_prefetch(at, 0, locality)
+#define NSA__HAS_EFFECT             __asm__ __volatile__("")
 #else
-#define NSA__PREFETCH(at) (void)(at)
+#define NSA__PREFETCH(at, locality) (void)(at)
+#define NSA__HAS_EFFECT             (void)0
 #endif
 
-/* Prefetches memory. Rows of one head are a row of all heads apart, which is further than the
-   hardware prefetches. To GCC a function that only prefetches has no effect, so that it removes
-   calls of it; the empty instruction is one. */
+/* malloc's rows begin within a line. A macro, because clang 14 fails at -O0 where the locality is no
+   constant. */
+#define NSA__FETCH(at, bytes, locality)                                             \
+    do {                                                                            \
+        const char *from = (const char *)(at);                                      \
+        for (size_t i = 0; i < (bytes); i += 64) NSA__PREFETCH(from + i, locality); \
+        if (bytes) NSA__PREFETCH(from + (bytes)-1, locality);                       \
+    } while (0)
+
+/* Prefetches memory into L1, or into L2. Rows of one head are a row of all heads apart, which is
+   further than the hardware prefetches. To GCC a function that only prefetches has no effect, so
+   that it removes calls of it; the empty instruction is one. */
 static void nsa__fetch(const void *at, size_t bytes) {
-#if defined(__GNUC__) || defined(__clang__)
-    __asm__ __volatile__("");
-#endif
-    for (size_t i = 0; i < bytes; i += 64) NSA__PREFETCH((const char *)at + i);
-    /* malloc's rows begin within a line */
-    if (bytes) NSA__PREFETCH((const char *)at + bytes - 1);
+    NSA__HAS_EFFECT;
+    NSA__FETCH(at, bytes, 3);
+}
+static void nsa__fetch_l2(const void *at, size_t bytes) {
+    NSA__HAS_EFFECT;
+    NSA__FETCH(at, bytes, 2);
 }
 
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the

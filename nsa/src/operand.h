@@ -31,17 +31,6 @@ static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
     o->stride = o->wide / 2;
 }
 
-/* The same of some columns, which are whole vectors, and where column `first` lies in a row. */
-static nsa__operand nsa__operand_columns(const nsa__operand *o, int wide) {
-    nsa__operand columns = *o;
-    columns.wide = columns.width = wide;
-    columns.stride = o->pairs ? wide / 2 : wide;
-    return columns;
-}
-static ptrdiff_t nsa__columns_along(const nsa__operand *o, int first) {
-    return o->pairs ? first / 2 : first;
-}
-
 /* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
    place, and each multiplies q by k as k by q. */
 static void nsa__product_along(const nsa__operand *o, int m, int n, const nsa__matrix *a,

@@ -30,18 +30,18 @@ static void *nsa__walk_keys(const nsa__head_job *job, const nsa_tensor *x, int w
     return nsa__key(job, x, key);
 }
 
-/* Prefetches rows begin .. end - 1 of x, as far as there are keys: `width` numbers of each, from
-   number `first` on. */
+/* Prefetches rows begin .. end - 1 of x, as far as there are keys. They are read in place some
+   thousand cycles later, and into L1 they would drive out what is read now. */
 static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
-                            int first, int width) {
-    size_t bytes = nsa__dtype_bytes(x->dtype);
+                            int width) {
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(x->dtype);
     end = (int)nsa__min(end, job->keys);
     for (int some; begin < end; begin += some) {
-        const char *at = (const char *)nsa__key(job, x, begin) + (size_t)first * bytes;
+        const char *at = (const char *)nsa__key(job, x, begin);
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         for (int r = 0; r < some; r++) {
-            if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
-            nsa__fetch(at, nsa__row_bytes(x, width));
+            if (r) at += (ptrdiff_t)x->token * bytes; /* of one row it may be anything */
+            nsa__fetch_l2(at, nsa__row_bytes(x, width));
         }
     }
 }

@@ -43,15 +43,16 @@ enum {
     NSA__HEADS_NEAR = 4,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
     NSA__PENDING = 8,
-    /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
-    NSA__KEYS_AT_ONCE = 24,
-    /* a task by several threads: batches of a task of scores, rows of one of the softmax, parts of
-       the columns at most, and numbers of p that are at hand, which L2 holds; no others were
-       measured */
+    /* in place: keys of a product are a multiple of so many, which pieces of 6 rows divide, and
+       have about so many bytes, for what is prefetched before it must not fill the queue of misses;
+       Zen 4, 64k, dense: twice the bytes 0.81 to 0.90, half 0.96 to 1.04 */
+    NSA__KEYS_AT_ONCE = 6,
+    NSA__BYTES_AT_ONCE = 3072,
+    /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
+       holds; and masks of the batches at hand */
     NSA__SPLIT_BATCHES = 4,
-    NSA__SPLIT_ROWS = 8,
-    NSA__SPLIT_PARTS = 8,
     NSA__SPLIT_NUMBERS = 1 << 15,
+    NSA__SPLIT_MASKS = 256,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */

@@ -77,6 +77,8 @@ typedef struct nsa__tiles {
                   nsa_real *to);
     /* to = factor x, for n numbers, a multiple of 16 */
     void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
+    /* c = x + c.scale c as a product ends, for rows of n numbers, a multiple of 16 */
+    void (*join)(int rows, int n, const nsa_real *x, const nsa__result *c);
     /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
     void (*gate)(int n, const nsa_real g[3], const nsa_real *const x[3], nsa_real *to);
     /* Row c of `to` becomes column c of x. Rows are whole vectors on both sides, and some more may

@@ -476,6 +476,16 @@ NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x,
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
 }
 
+NSA__TARGET static void NSA__T(join)(int rows, int n, const nsa_real *x, const nsa__result *c) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, x += n) {
+        const NSA__V scale = NSA__T(splat)(c->scale[r]);
+        nsa_real *to = c->data + (c->rows ? c->rows[r] : r) * c->row;
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__TO(to + j) = NSA__FROM(x + j) + scale * NSA__FROM(to + j);
+    }
+}
+
 NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
                                      nsa_real *to) {
     NSA__ARITHMETIC
@@ -547,10 +557,10 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
     }
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least), NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),    NSA__T(gate),
-                                         NSA__T(transpose),   NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
+                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
+                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
+                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
