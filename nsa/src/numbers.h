@@ -145,8 +145,8 @@ static size_t nsa__row_bytes(const nsa_tensor *x, int width) {
 #define NSA__HAS_EFFECT             (void)0
 #endif
 
-/* malloc's rows begin within a line. A macro, because clang 14 fails at -O0 where the locality is no
-   constant. */
+/* malloc's rows begin within a line. A macro, because clang 14 fails at -O0 where the locality is
+   no constant. */
 #define NSA__FETCH(at, bytes, locality)                                             \
     do {                                                                            \
         const char *from = (const char *)(at);                                      \
