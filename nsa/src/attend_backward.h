@@ -74,24 +74,18 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
-/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
-static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
+/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
+   = sum_c g[c] out_c  =>  dout_c = g[c] dout. Returns the factor of its delta. In pairs dout and
+   delta stay as they are, and the gate is a factor of p and ds later. */
+static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
-    nsa_real logits[3];
-    nsa__load_gates(logits, &p->options.gate->x->logits, d, job->seq.batch,
+    nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
+    nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
-    return nsa__gate_weight(d->gate, logits, (int)p->branch);
-}
-
-/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
-   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
-   factor of p and ds later. */
-static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride,
-             g = nsa__backward_gate(f, job, r);
+    nsa__gate_weights(d->gate, gates);
+    const nsa_real g = gates[p->branch];
     if (nsa__takes_factor(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
@@ -490,7 +484,6 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__attend_plan p =
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
-    nsa__plan_pairs(&p);
     p.k.stride = nsa__padded_stride(p.k.stride);
     p.v.stride = nsa__padded_stride(p.v.stride);
     p.stride_p = nsa__padded_stride(p.cut.tile);

@@ -112,7 +112,7 @@ static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int 
 static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     nsa__arena rows = {NULL, 0};
     nsa__alloc_reals(&rows, (int64_t)NSA__LANES * nsa__max(p->k.wide, p->v.wide));
-    return task > rows.used ? task : rows.used;
+    return nsa__larger(task, rows.used);
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */

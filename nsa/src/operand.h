@@ -31,6 +31,21 @@ static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
     o->stride = o->wide / 2;
 }
 
+/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
+   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
+   x: pairs take less. Returns the products of bf16 that the machine has and the caller wants. */
+static const nsa__pairs *nsa__pair_operands(nsa__operand *k, nsa__operand *v, const nsa_attend *x,
+                                            const nsa_attend *dx, const nsa_desc *d) {
+    const nsa__pairs *pairs = nsa__pairs_of(d);
+    if (!x || !pairs || (dx && dx->out.dtype != NSA_BF16)) return pairs;
+    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
+    int values = x->v.data && x->v.dtype == NSA_BF16;
+    if (dx && !(scores && values)) return pairs;
+    if (scores) nsa__operand_pair(k, pairs);
+    if (values) nsa__operand_pair(v, pairs);
+    return pairs;
+}
+
 /* The same of some columns, which are whole vectors, and where column `first` lies in a row. */
 static nsa__operand nsa__operand_columns(const nsa__operand *o, int wide) {
     nsa__operand columns = *o;
@@ -78,6 +93,11 @@ static const nsa__packed *nsa__round_left(const nsa__operand *o, const nsa__scor
     if (!o->pairs) return s;
     o->pairs->round_pairs(x->rows, x->n, ld, x->row, factor, s, by_row);
     return by_row;
+}
+
+/* The same of p, which no other product reads: row by row, from each row's start on. */
+static void nsa__round_rows(const nsa__operand *o, int rows, int n, ptrdiff_t ld, nsa_real *s) {
+    if (o->pairs) o->pairs->round_rows(rows, n, ld, s);
 }
 
 /* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
