@@ -41,7 +41,6 @@ typedef struct nsa__attend_plan {
     int list_width;        /* entries of a block list */
     const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
-    int stride_p;            /* backward: of a row of p and ds */
     size_t shared;           /* bytes of workspace that all threads share */
     size_t scratch;          /* bytes of workspace for each thread */
 } nsa__attend_plan;

@@ -14,7 +14,7 @@ typedef struct nsa__operand {
     const nsa__pairs *pairs; /* of bf16; NULL: numbers */
     int width, wide;         /* dim or dim_v, and rounded up to whole vectors */
     int depth;               /* what a product sums along a row: width, or half of it in pairs */
-    int stride; /* of a row: wide, or half of it; in backward rows may lie further apart */
+    int stride;              /* from row to row, where they lie side by side: wide, or half of it */
     nsa_real
         scale; /* of q k. q is loaded times it; in pairs, which would round, products have it */
 } nsa__operand;
@@ -113,11 +113,6 @@ static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
 /* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
 static nsa_real nsa__sum_scale(const nsa__operand *o) {
     return o->pairs ? o->scale : 1;
-}
-
-/* From one row to the next of rows that are multiplied along and lie side by side. */
-static int nsa__along_stride(const nsa__operand *o) {
-    return o->pairs ? o->wide / 2 : o->wide;
 }
 
 /* Whether n rows of a matrix are finite. */
