@@ -2049,14 +2049,6 @@ static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
     }
 }
 
-/* The weight of one branch: sigmoid asks for no other logit. */
-static nsa_real nsa__gate_weight(nsa_gate_kind kind, const nsa_real logits[3], int branch) {
-    nsa_real g[3] = {logits[0], logits[1], logits[2]};
-    if (kind == NSA_GATE_SIGMOID) return nsa__sigmoid(g[branch]);
-    nsa__gate_weights(kind, g);
-    return g[branch];
-}
-
 /* Arguments are int64_t, so that sums and products are compared before they are narrowed to int. */
 static int64_t nsa__min(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -2798,7 +2790,7 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
 /* ---- Threads ------------------------------------------------------------------------------------
    Twin: none; a task is a thread block there. Not here: what a task computes. */
 
-/* A task: piece `index` of the work that `context` describes. It writes rows that no other task
+/* A task: piece `nth` of the work that `context` describes. It writes rows that no other task
    writes, each as a sum in one fixed order. So no bit depends on which thread runs the task, or
    when. */
 typedef void nsa__task(const void *context, int64_t nth, void *scratch);
@@ -6513,6 +6505,19 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
+/* n rows of a task's sums begin with the bias. */
+static void nsa__load_bias(nsa_real *to, const nsa_tensor *x, int head, int n, int width) {
+    for (int i = 0; i < n; i++, to += width) nsa__load_parameter(to, x, head, 0, width);
+}
+
+/* Stores the rows of blocks begin .. end - 1. */
+static void nsa__store_blocks(const nsa__compress_job *p, int64_t begin, int64_t end,
+                              const nsa_real *from) {
+    const nsa_tensor *out = &p->x->out;
+    for (int64_t i = begin; i < end; i++, from += p->x->dim)
+        nsa__store(out->dtype, nsa__key_row(&p->seq.cmp, out, i, p->head), from, p->x->dim);
+}
+
 /* Loads the row of dout of a block. */
 static void nsa__load_dout(const nsa__compress_job *p, nsa_real *to, int64_t block) {
     const nsa_tensor *dout = &p->dx->out;
@@ -6550,11 +6555,8 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
     p->head = (int)(nth % p->d->kv_heads);
     int64_t begin = nsa__compress_begin(p) + nth / p->d->kv_heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
-    for (int64_t i = begin; i < end; i++) {
-        memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
-        if (x->phi == NSA_PHI_CONV)
-            nsa__load_parameter(out + (i - begin) * x->dim, &x->b1, p->head, 0, x->dim);
-    }
+    nsa__load_bias(out, x->phi == NSA_PHI_CONV ? &x->b1 : &nsa__no_view, p->head,
+                   (int)(end - begin), x->dim);
     for (int j = 0; j < p->d->cmp_block; j++) {
         nsa__load_taps(p, w, j);
         for (int64_t i = begin; i < end; i++) {
@@ -6562,9 +6564,7 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
             for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
         }
     }
-    for (int64_t i = begin; i < end; i++)
-        nsa__store(x->out.dtype, nsa__key_row(&p->seq.cmp, &x->out, i, p->head),
-                   out + (i - begin) * x->dim, x->dim);
+    nsa__store_blocks(p, begin, end, out);
 }
 
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
@@ -6661,8 +6661,11 @@ static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, 
     }
 }
 
-/* Scratch for NSA__CMP_ROWS blocks: one tap of their inputs, h, and out or its gradient. */
+/* Blocks begin .. begin + n - 1 of a task, and scratch for NSA__CMP_ROWS of them: one tap of their
+   inputs, h, and out or its gradient. */
 typedef struct nsa__mlp_rows {
+    int64_t begin;
+    int n;
     nsa_real *tap, *h, *out;
 } nsa__mlp_rows;
 
@@ -6672,40 +6675,37 @@ static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, ns
     f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
 }
 
-/* h of blocks begin .. begin + n - 1, before the SiLU. The sum begins with b1 and goes through the
-   taps in order. */
-static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
+/* h of a task's blocks, before the SiLU. The sum begins with b1 and goes through the taps in
+   order. */
+static nsa__mlp_rows nsa__mlp_hidden(const nsa__compress_job *p, int64_t nth, void *scratch) {
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    for (int i = 0; i < n; i++)
-        nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
+    nsa__mlp_rows_alloc(&f, p, &a);
+    f.begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
+    f.n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - f.begin);
+    nsa__load_bias(f.h, &p->x->b1, p->head, f.n, hidden);
+    const nsa__matrix tap = {f.tap, dim, 1, NULL};
+    const nsa__result h = nsa__result_at(f.h, hidden, 1);
     for (int j = 0; j < p->d->cmp_block; j++) {
-        nsa__mlp_load_tap(p, begin, n, j, f->tap);
-        const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = nsa__result_at(f->h, hidden, 1);
-        p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
+        nsa__mlp_load_tap(p, f.begin, f.n, j, f.tap);
+        p->tiles->gemm(f.n, hidden, dim, &tap, &w1_t, &h);
     }
+    return f;
 }
 
 /* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
 static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__mlp_rows f;
+    const nsa__mlp_rows f = nsa__mlp_hidden(p, nth, scratch);
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
-    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa__mlp_rows_alloc(&f, p, &a);
-    nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
-    for (int i = 0; i < n; i++)
-        nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
+    for (int i = 0; i < f.n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
+    nsa__load_bias(f.out, &p->x->b2, p->head, f.n, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
     const nsa__result out = nsa__result_at(f.out, dim, 1);
-    p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
-    for (int i = 0; i < n; i++)
-        nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
-                   f.out + (ptrdiff_t)i * dim, dim);
+    p->tiles->gemm(f.n, dim, hidden, &act, &w2_t, &out);
+    nsa__store_blocks(p, f.begin, f.begin + f.n, f.out);
 }
 
 /* act = silu(h), dact = dout w2, dh = dact silu'(h), with
@@ -6713,19 +6713,15 @@ static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratc
    h is computed again, because forward keeps nothing. dact is computed where dh will be. */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__mlp_rows f;
+    const nsa__mlp_rows f = nsa__mlp_hidden(p, nth, scratch);
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nth * NSA__CMP_ROWS;
-    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
-    nsa__mlp_rows_alloc(&f, p, &a);
-    nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n; i++) nsa__load_dout(p, f.out + (ptrdiff_t)i * dim, begin + i);
+    const int64_t first = (p->row + f.begin) * hidden;
+    nsa_real *act = p->act + first, *dh = p->dh + first;
+    for (int i = 0; i < f.n; i++) nsa__load_dout(p, f.out + (ptrdiff_t)i * dim, f.begin + i);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
     const nsa__result dact = nsa__result_at(dh, hidden, 0);
-    p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
-    for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
+    p->tiles->gemm(f.n, hidden, dim, &douts, &w2, &dact);
+    for (ptrdiff_t i = 0; i < (ptrdiff_t)f.n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
         act[i] = h * sigmoid;
         dh[i] *= sigmoid * (1 + h * (1 - sigmoid));
@@ -6945,6 +6941,8 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     p.dx = dx;
     p.ring = (int)nsa__max(0, from);
     p.appends = from != NSA__FROM_START;
+    /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
+    if (p.ring && nsa_cmp_count(d, d->first) == p.rows) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -7090,21 +7088,10 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     return NSA_OK;
 }
 
-/* Whether a list ascends, without duplicates, and has nothing but -1 behind its last candidate. One
-   pass without branches, because nearly all lists do. */
-NSA__COMPILED static int nsa__list_ascends(const int32_t *list, int n, int candidates) {
-    int wrong = (list[0] < -1) | (list[0] >= candidates);
-    for (int i = 1; i < n; i++) {
-        int32_t before = list[i - 1], at = list[i];
-        wrong |= (at != -1) & ((before < 0) | (before >= at) | (at >= candidates));
-    }
-    return !wrong;
-}
-
-/* The first slot that breaks the form, or -1. */
-static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
-                           const char **reason) {
-    for (int i = 0; i < nsa_block_list_width(d); i++) {
+/* The first of n slots that breaks the form, or -1: a list ascends, without duplicates, and has
+   nothing but -1 behind its last candidate. */
+static int nsa__list_fault(int candidates, const int32_t *list, int n, const char **reason) {
+    for (int i = 0; i < n; i++) {
         *reason = NULL;
         if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
         if (i > 0 && list[i] >= 0) {
@@ -7138,8 +7125,8 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                 const int32_t *list =
                     (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
                 const char *reason;
-                if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
-                int slot = nsa__list_fault(d, candidates, list, &reason);
+                int slot = nsa__list_fault(candidates, list, nsa_block_list_width(d), &reason);
+                if (slot < 0) continue;
                 if (fault) {
                     fault->batch = seq.nth;
                     fault->query = seq.first + t;
@@ -7390,7 +7377,7 @@ typedef struct nsa__operand {
     const nsa__pairs *pairs; /* of bf16; NULL: numbers */
     int width, wide;         /* dim or dim_v, and rounded up to whole vectors */
     int depth;               /* what a product sums along a row: width, or half of it in pairs */
-    int stride; /* of a row: wide, or half of it; in backward rows may lie further apart */
+    int stride;              /* from row to row, where they lie side by side: wide, or half of it */
     nsa_real
         scale; /* of q k. q is loaded times it; in pairs, which would round, products have it */
 } nsa__operand;
@@ -7405,6 +7392,21 @@ static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
     o->pairs = pairs;
     o->depth = (o->width + 1) / 2;
     o->stride = o->wide / 2;
+}
+
+/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
+   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
+   x: pairs take less. Returns the products of bf16 that the machine has and the caller wants. */
+static const nsa__pairs *nsa__pair_operands(nsa__operand *k, nsa__operand *v, const nsa_attend *x,
+                                            const nsa_attend *dx, const nsa_desc *d) {
+    const nsa__pairs *pairs = nsa__pairs_of(d);
+    if (!x || !pairs || (dx && dx->out.dtype != NSA_BF16)) return pairs;
+    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
+    int values = x->v.data && x->v.dtype == NSA_BF16;
+    if (dx && !(scores && values)) return pairs;
+    if (scores) nsa__operand_pair(k, pairs);
+    if (values) nsa__operand_pair(v, pairs);
+    return pairs;
 }
 
 /* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
@@ -7445,6 +7447,11 @@ static const nsa__packed *nsa__round_left(const nsa__operand *o, const nsa__scor
     return by_row;
 }
 
+/* The same of p, which no other product reads: row by row, from each row's start on. */
+static void nsa__round_rows(const nsa__operand *o, int rows, int n, ptrdiff_t ld, nsa_real *s) {
+    if (o->pairs) o->pairs->round_rows(rows, n, ld, s);
+}
+
 /* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
 static int nsa__takes_factor(const nsa__operand *o) {
     return !o->pairs;
@@ -7458,11 +7465,6 @@ static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
 /* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
 static nsa_real nsa__sum_scale(const nsa__operand *o) {
     return o->pairs ? o->scale : 1;
-}
-
-/* From one row to the next of rows that are multiplied along and lie side by side. */
-static int nsa__along_stride(const nsa__operand *o) {
-    return o->pairs ? o->wide / 2 : o->wide;
 }
 
 /* Whether n rows of a matrix are finite. */
@@ -7513,14 +7515,18 @@ static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tens
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
 
+/* A branch of a step of decoding, whose threads have just worked. */
+typedef struct nsa__step {
+    int ring;       /* the cache's window: see nsa__key_layout; 0 if rows are straight */
+    int64_t *reads; /* of each query and kv head: how many keys it has read */
+} nsa__step;
+
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
-    const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int ring;       /* a decoding cache's window: see nsa__key_layout; 0 if rows are straight */
-    int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
+    const nsa_select *select;  /* NULL, or cmp's forward writes lists too, to this view */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
-    int awake;                 /* the call's threads have just worked */
+    const nsa__step *step;     /* forward: NULL, or it is a step's */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -7539,7 +7545,6 @@ typedef struct nsa__attend_plan {
     int list_width;        /* entries of a block list */
     const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
-    int stride_p;            /* backward: of a row of p and ds */
     size_t shared;           /* bytes of workspace that all threads share */
     size_t scratch;          /* bytes of workspace for each thread */
 } nsa__attend_plan;
@@ -7684,23 +7689,10 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
     p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
-    p.pairs = nsa__pairs_of(d);
     p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
     p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
+    p.pairs = nsa__pair_operands(&p.k, &p.v, x, dx, d);
     return p;
-}
-
-/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
-   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
-   x: pairs take less. */
-static void nsa__plan_pairs(nsa__attend_plan *p) {
-    const nsa_attend *x = p->x, *dx = p->dx;
-    if (!x || !p->pairs || (dx && dx->out.dtype != NSA_BF16)) return;
-    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
-    int values = x->v.data && x->v.dtype == NSA_BF16;
-    if (dx && !(scores && values)) return;
-    if (scores) nsa__operand_pair(&p->k, p->pairs);
-    if (values) nsa__operand_pair(&p->v, p->pairs);
 }
 
 static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
@@ -8140,7 +8132,7 @@ static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int 
     const int end = (int)nsa__min((int64_t)begin + job->plan->cut.tile, job->keys);
     const nsa_tensor *x = nsa__operand_view(job, o);
     for (int key = begin; rows && key < end; key++)
-        nsa__copy_operand(o, rows + key * (ptrdiff_t)nsa__along_stride(o), x,
+        nsa__copy_operand(o, rows + key * (ptrdiff_t)o->stride, x,
                           nsa__walk_keys(job, x, o->width, key, end));
 }
 
@@ -8148,7 +8140,7 @@ static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int 
 static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     nsa__arena rows = {NULL, 0};
     nsa__alloc_reals(&rows, (int64_t)NSA__LANES * nsa__max(p->k.wide, p->v.wide));
-    return task > rows.used ? task : rows.used;
+    return nsa__larger(task, rows.used);
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
@@ -8375,7 +8367,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
         nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
-    job->rows.ring = p->options.ring;
+    if (p->options.step) job->rows.ring = p->options.step->ring;
     job->in_place = job->gathers || seq->count <= p->cut.in_place_max;
     if (job->gathers) job->task_queries = 1;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
@@ -8422,37 +8414,23 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
     }
 }
 
-/* Loads the rows of a task's queries, times the operand's scale, with zeros behind them. A row with
-   a non-finite value becomes zeros, and its nonfinite[r] is set. */
-static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it,
-                              const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
-                              unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, width = o->width, wide = o->wide,
-              in_place = nsa__rows_of_reals(x, width);
-    for (int r = 0; r < rows; r++) {
-        nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__walk_queries(job, it, x, width, r);
-        if (!in_place) nsa__widen_rows(o, 1, x, from, row);
-        o->tiles->scale(wide, o->scale, in_place ? (const nsa_real *)from : row, row);
-    }
-    nsa__zero_nonfinite(o, rows, to, nonfinite);
-}
-
-/* The same as pairs, which are not multiplied. */
-static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
-                            const nsa__operand *o, nsa_real *to, unsigned char *nonfinite) {
-    int rows = it->queries * job->plan->group;
-    for (int r = 0; r < rows; r++, to += o->stride) {
-        const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!nsa__copy_operand(o, to, x, from)) nonfinite[r] = 1;
-    }
-}
-
-/* Rows of q or dout as products take them. */
+/* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
+   the operand's scale, if they take a factor. A row with a non-finite value becomes zeros, and its
+   nonfinite[r] is set. */
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    (o->pairs ? nsa__load_pairs : nsa__load_numbers)(job, it, x, o, to, nonfinite);
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_factor(o),
+              in_place = nsa__rows_of_reals(x, o->width);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *row = to + (ptrdiff_t)r * o->stride;
+        const void *from = nsa__walk_queries(job, it, x, o->width, r);
+        if (!scaled && !nsa__copy_operand(o, row, x, from)) nonfinite[r] = 1;
+        if (scaled && !in_place) nsa__widen_rows(o, 1, x, from, row);
+        if (scaled)
+            o->tiles->scale(o->wide, o->scale, in_place ? (const nsa_real *)from : row, row);
+    }
+    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite);
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
@@ -8584,9 +8562,9 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
         int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
-        p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
-                              (ptrdiff_t)f->stride, lse + (ptrdiff_t)a * group,
-                              f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
+        p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
+                              lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
+                              f->p_cmp);
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
@@ -8670,7 +8648,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
     const nsa__scored x = nsa__batch_scored(p, b);
     const nsa__running so_far = {f->m, f->l, f->shrink};
     p->tiles->softmax(&x, apart, s, p->cut.tile, f->s, &so_far);
-    if (p->v.pairs) p->v.pairs->round_rows(x.rows, x.n, p->cut.tile, f->s);
+    nsa__round_rows(&p->v, x.rows, x.n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -8678,7 +8656,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.reads;
+    int64_t *reads = p->options.step ? p->options.step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
@@ -8688,36 +8666,37 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     }
 }
 
+/* Rows s of a batch's scores q k^T, `apart` numbers from each other, from packed keys or in place;
+   f->nonfinite gets the keys that are not finite. */
+static void nsa__batch_scores(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
+                              const nsa_real *rows, ptrdiff_t apart, nsa_real *s) {
+    const nsa__attend_plan *p = job->plan;
+    if (job->in_place) {
+        nsa__in_place_scores(f, job, b, apart, s);
+        return;
+    }
+    const nsa__matrix q = {rows, p->k.stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), p->cut.tile, 1, NULL};
+    const nsa__result products = nsa__result_at(s, apart, 0);
+    nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
+    f->nonfinite = job->nonfinite[b->key / p->cut.tile] >> b->begin;
+}
+
 /* s = q k^T, with q scaled; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *k = &p->k, *v = &p->v;
-    const int tile = p->cut.tile, keys = b->end - b->begin;
-    const nsa__matrix q = {f->q, k->stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
-    ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    const nsa__result s = nsa__result_at(scores, apart, 0);
-    nsa__product_along(k, b->rows, keys, &q, &k_t, &s);
-    nsa__forward_softmax(f, job, b, scores, apart);
-    const nsa__matrix weights = {f->s, tile, 1, NULL};
+    const nsa__operand *v = &p->v;
+    const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
-    nsa__product_over(v, b->rows, keys, &weights, &values, &out);
-    nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
-}
-
-/* The same from keys and values in place. */
-static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
-                                        const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    nsa__in_place_scores(&f->in_place, job, b, apart, scores);
+    nsa__batch_scores(&f->in_place, job, b, f->q, apart, scores);
     nsa__forward_softmax(f, job, b, scores, apart);
-    const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
-    nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
+    if (job->in_place)
+        nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
+    else
+        nsa__product_over(v, b->rows, b->end - b->begin, &weights, &values, &out);
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
@@ -8770,10 +8749,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
-            if (job->in_place)
-                nsa__forward_batch_in_place(&f, job, &b);
-            else
-                nsa__forward_batch(&f, job, &b);
+            nsa__forward_batch(&f, job, &b);
             i += b.queries;
         }
     nsa__forward_end(&f, job);
@@ -9017,17 +8993,17 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return in_place;
 }
 
-/* Plans for `x`, which is NULL in a size query. */
+/* Plans for `x`, which is NULL in a size query; `select` and `step`: see nsa__attend_options. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
-                                             nsa__traits_of[branch].lists || options.select != NULL,
-                                             nsa__heads_near(d));
+                                          nsa__branch branch, const nsa_select *select,
+                                          const nsa__step *step) {
+    const int lists = nsa__traits_of[branch].lists || select;
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch, lists, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options = options;
-    nsa__plan_pairs(&p);
+    p.options.select = select;
+    p.options.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__split_alloc(&split, &p, &scratch);
@@ -9054,7 +9030,7 @@ static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team)
         jobs[i].heads = n;
     }
     work *= (int64_t)p->group * (p->k.wide + p->v.wide);
-    fewer.threads = nsa__threads_for(team->threads, work, p->options.awake);
+    fewer.threads = nsa__threads_for(team->threads, work, p->options.step != NULL);
     if (n * most < fewer.threads)
         nsa__split_run(jobs, n, (int)(n * most), &fewer);
     else
@@ -9138,7 +9114,7 @@ typedef struct nsa__backward {
 
 /* Share `nth` of dv or dk, and the numbers of each. */
 static ptrdiff_t nsa__share_numbers(const nsa__attend_plan *p, int i) {
-    const int64_t alone = nsa__plan_gathers(p) ? (int64_t)p->group * p->stride_p : 0;
+    const int64_t alone = nsa__plan_gathers(p) ? (int64_t)p->group * p->cut.tile : 0;
     return (ptrdiff_t)nsa__max((int64_t)p->cut.tile * nsa__operand_at(p, i)->wide, alone);
 }
 static nsa_real *nsa__share(const nsa__backward *f, const nsa__attend_plan *p, int i, int nth) {
@@ -9159,7 +9135,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
         const nsa__operand *o = nsa__operand_at(p, i);
         f->rows[i] = nsa__alloc_reals(a, rows * o->stride);
         f->left[i] =
-            nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->stride_p);
+            nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->cut.tile);
         f->share[i] = nsa__alloc_reals(a, NSA__PENDING * nsa__share_numbers(p, i));
         if (!nsa__plan_gathers(p)) continue;
         f->columns[i] = nsa__alloc_reals(a, (int64_t)o->width * nsa__whole_vectors(p->group));
@@ -9167,28 +9143,22 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     if (!p->pairs) return;
     const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->stride_p / 2);
+    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
     f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
-/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
-static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
+/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
+   = sum_c g[c] out_c  =>  dout_c = g[c] dout. Returns the factor of its delta. In pairs dout and
+   delta stay as they are, and the gate is a factor of p and ds later. */
+static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
-    nsa_real logits[3];
-    nsa__load_gates(logits, &p->options.gate->x->logits, d, job->seq.batch,
+    nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
+    nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
-    return nsa__gate_weight(d->gate, logits, (int)p->branch);
-}
-
-/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
-   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
-   factor of p and ds later. */
-static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride,
-             g = nsa__backward_gate(f, job, r);
+    nsa__gate_weights(d->gate, gates);
+    const nsa_real g = gates[p->branch];
     if (nsa__takes_factor(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
@@ -9273,7 +9243,7 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
 static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const nsa__attend_plan *p,
                                                 const nsa__scored *x, nsa_real *const left[2]) {
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    const ptrdiff_t ld = p->stride_p;
+    const ptrdiff_t ld = p->cut.tile;
     p->tiles->gradient(x, ld, f->lse, f->delta, left[NSA__OF_V], left[NSA__OF_K]);
     nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_V], NULL);
     return nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_K], f->ds_rows);
@@ -9283,7 +9253,7 @@ static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const ns
 static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p, int i,
                                const nsa__scored *x, const nsa_real *left, const nsa__result *sum) {
     const nsa__operand *o = nsa__operand_at(p, i);
-    const nsa__matrix left_t = {left, 1, p->stride_p, NULL};
+    const nsa__matrix left_t = {left, 1, p->cut.tile, NULL};
     const nsa__matrix by_row = {f->rows[i], o->stride, 1, x->row};
     const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired);
     nsa__product_over(o, x->n, x->rows, &left_t, &right, sum);
@@ -9293,7 +9263,7 @@ static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p
 static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan *p,
                                   const nsa__scored *x, const nsa__packed *ds, int n,
                                   const nsa__matrix *keys) {
-    const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->stride_p), 1, NULL};
+    const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->cut.tile), 1, NULL};
     const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL};
     if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
 }
@@ -9308,7 +9278,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
         const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
         const nsa__matrix columns = {nsa__key_columns(p, o, transposed[i], b->key), p->cut.tile, 1,
                                      NULL};
-        const nsa__result scores = nsa__result_at(f->left[!i], p->stride_p, 0);
+        const nsa__result scores = nsa__result_at(f->left[!i], p->cut.tile, 0);
         nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
     }
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, f->left);
@@ -9350,7 +9320,7 @@ static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile)
 /* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
 static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int i, int n) {
     const nsa__operand *o = nsa__operand_at(own->plan, i);
-    const ptrdiff_t along = nsa__along_stride(o);
+    const ptrdiff_t along = o->stride;
     const int64_t next = (f->iter.tile + (int64_t)1) * own->plan->cut.tile;
     for (int j = 0; j < n; j++) {
         nsa_real *sum = own->sum[i];
@@ -9368,12 +9338,12 @@ static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own,
     const nsa__attend_plan *p = own->plan;
     const nsa__operand *o = nsa__operand_at(p, i);
     const int columns = nsa__whole_vectors(p->group);
-    const nsa__matrix rows = {own->listed_rows[i], nsa__along_stride(o), 1, f->keys};
+    const nsa__matrix rows = {own->listed_rows[i], o->stride, 1, f->keys};
     const nsa__matrix of_query = {f->columns[i], columns, 1, NULL};
     const nsa__result s_t = nsa__result_at(f->left[i], columns, 0);
     nsa__product_along(o, n, columns, &rows, &of_query, &s_t);
-    p->tiles->transpose(n, p->group, columns, f->left[i], p->stride_p, s);
-    for (int r = 0; r < p->group; r++, s += p->stride_p)
+    p->tiles->transpose(n, p->group, columns, f->left[i], p->cut.tile, s);
+    for (int r = 0; r < p->group; r++, s += p->cut.tile)
         for (int j = n; j < nsa__whole_vectors(n); j++) s[j] = 0;
 }
 
@@ -9388,7 +9358,7 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     for (int i = 0; i < 2; i++) nsa__alone_fetch(f, own, i, n);
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
-    const nsa__matrix listed = {own->listed_rows[NSA__OF_K], nsa__along_stride(&p->k), 1, f->keys};
+    const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
     const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired);
     nsa__backward_queries(f, p, &x, ds, n, &keys);
     nsa__backward_note(f, own, &b);
@@ -9563,19 +9533,12 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
             const nsa__operand *o = nsa__operand_at(p, j);
-            const int along = nsa__along_stride(o);
-            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * along);
+            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * o->stride);
             job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
         if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
         if (p->dx && !p->dx->k.data) job->sum[NSA__OF_K] = NULL;
     }
-}
-
-/* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
-   vectors apart would share few sets of the first cache. */
-static int nsa__padded_stride(int wide) {
-    return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
 /* Plans for `x` and `dx`, which are NULL in a size query. d has all heads of `whole` or some: a
@@ -9587,10 +9550,6 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__attend_plan p =
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
-    nsa__plan_pairs(&p);
-    p.k.stride = nsa__padded_stride(p.k.stride);
-    p.v.stride = nsa__padded_stride(p.v.stride);
-    p.stride_p = nsa__padded_stride(p.cut.tile);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
@@ -9633,8 +9592,6 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, 0};
-
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
 }
@@ -9644,7 +9601,7 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     d = nsa__branch_desc(d, branch, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
-                                  : nsa__forward_plan(NULL, d, branch, nsa__no_options);
+                                  : nsa__forward_plan(NULL, d, branch, NULL, NULL);
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
@@ -9661,7 +9618,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
     NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
-    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
+    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, NULL, NULL);
     return nsa__forward_run(&p, workspace, bytes);
 }
 
@@ -9895,8 +9852,9 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
    sequence of few queries would be one such a head. There a task has all queries and some tiles,
    which it reads in place and which end where a block does. */
 
-/* Scratch of a task. */
+/* A task and its scratch. */
 typedef struct nsa__scorer {
+    const nsa_score *x; /* NULL: nsa_select_blocks */
     nsa__tile_iter iter;
     nsa_real *q;              /* of every row; for a pool not scaled */
     nsa_real *of_row;         /* of every row: its lse; for a pool its weight, or 1 */
@@ -9910,7 +9868,7 @@ typedef struct nsa__scorer {
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
     nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
-    const nsa_score *x;                  /* NULL: nsa_select_blocks */
+    const nsa_score *x;
     nsa_real *scores; /* in place: of the one job at hand, whose tasks share them */
 } nsa__scorer_jobs;
 
@@ -9979,48 +9937,34 @@ static int nsa__scorer_block(const nsa_desc *d) {
 /* Query i of a batch: adds up the heads' scores of keys, then pools them block by block, up to the
    last key that the query sees. */
 static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job,
-                                  const nsa_score *x, const nsa__batch *b, int i,
-                                  uint64_t nonfinite) {
+                                  const nsa__batch *b, int i) {
     const nsa__attend_plan *p = job->plan;
     const int a = b->query[i], block = nsa__scorer_block(p->d), n = b->end - b->begin;
     const int end = (int)nsa__min(b->key + (int64_t)n, nsa__span_end(job, f->iter.first + a));
     nsa_real of_key[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++)
         nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)(i * p->group + g) * p->cut.tile, n,
-                             f->of_row[a * p->group + g], x->act);
+                             f->of_row[a * p->group + g], f->x->act);
     for (int key = b->key; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
         nsa__scorer_pool(f->scores + a * nsa__scorer_stride(p->d) + j, of_key, key - b->key,
-                         until - b->key, nonfinite, x->pool);
+                         until - b->key, f->in_place.nonfinite, f->x->pool);
         key = until;
     }
 }
 
 /* One product for all rows of a batch; then each of its queries pools what it sees. Of those that
    it does not see, nsa__scores reads no p_cmp. */
-static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
-    const ptrdiff_t tile = p->cut.tile, stride = x ? tile : (ptrdiff_t)f->scoring.stride;
-    nsa_real *s = x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
-    uint64_t nonfinite;
-    if (job->in_place) {
-        nsa__in_place_scores(&f->in_place, job, b, stride, s);
-        nonfinite = f->in_place.nonfinite;
-    } else {
-        const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
-        const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), tile, 1, NULL};
-        const nsa__result products = nsa__result_at(s, stride, 0);
-        nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
-        nonfinite = job->nonfinite[f->iter.tile] >> b->begin;
-    }
-    for (int i = 0; x && i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
+static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa__batch *b) {
+    const ptrdiff_t stride = f->x ? job->plan->cut.tile : (ptrdiff_t)f->scoring.stride;
+    nsa_real *s = f->x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
+    nsa__batch_scores(&f->in_place, job, b, f->q, stride, s);
+    for (int i = 0; f->x && i < b->queries; i++) nsa__scorer_pool_keys(f, job, b, i);
 }
 
 /* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
    them. The last candidate may be cut by the query's own position, and have no key then. */
-static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                            int a) {
+static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, int a) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
@@ -10032,7 +9976,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
         int64_t keys = nsa__min(block, nsa__span_end(job, query) - (int64_t)j * block);
         if (keys <= 0)
             scores[j] = nsa__minus_infinity();
-        else if (x->pool == NSA_POOL_MEAN)
+        else if (f->x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
     nsa__store_scores(job, query, scores);
@@ -10041,10 +9985,9 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
 }
 
 /* Loads the rows of q and their numbers, and marks rows that are not finite. */
-static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              int64_t task) {
+static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *of_row = x ? &x->weights : &p->x->lse;
+    const nsa_tensor *of_row = f->x ? &f->x->weights : &p->x->lse;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
@@ -10062,20 +10005,20 @@ static int64_t nsa__scorer_task_tiles(const nsa__attend_plan *p) {
 
 /* All tiles up to the last query's of tiles `begin` .. end - 1. Pools start at 0 for a sum, at the
    lowest number for a maximum. */
-static void nsa__scorer_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              int64_t begin, int64_t tiles) {
+static void nsa__scorer_tiles(nsa__scorer *f, const nsa__head_job *job, int64_t begin,
+                              int64_t tiles) {
     const nsa__attend_plan *p = job->plan;
     const int64_t stride = nsa__scorer_stride(p->d), block = nsa__scorer_block(p->d);
     const int64_t from = begin * p->cut.tile / block;
     const int64_t to = nsa__min(stride, nsa__ceil_div((begin + tiles) * p->cut.tile, block));
-    for (int a = 0; x && a < f->iter.queries; a++)
+    for (int a = 0; f->x && a < f->iter.queries; a++)
         for (int64_t j = from; j < to; j++)
-            f->scores[a * stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
+            f->scores[a * stride + j] = f->x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
     f->iter.tile = (int)begin - 1;
     f->iter.tile_end = (int)nsa__min(f->iter.tile_end, begin + tiles);
     while (nsa__tile_iter_next(&f->iter, job)) {
         const nsa__batch b = nsa__batch_at(&f->iter, job, 0);
-        nsa__scorer_batch(f, job, x, &b);
+        nsa__scorer_batch(f, job, &b);
     }
 }
 
@@ -10087,19 +10030,19 @@ static const nsa__head_job *nsa__scorer_make(nsa__scorer *f, const void *context
     const nsa__attend_plan *p = job->plan;
     nsa__arena a = {(char *)scratch, 0};
     nsa__scorer_alloc(f, p, &a);
+    f->x = jobs->x;
     if (job->in_place) f->scores = jobs->scores;
-    nsa__scorer_begin(f, job, jobs->x, job->in_place ? 0 : *nth);
+    nsa__scorer_begin(f, job, job->in_place ? 0 : *nth);
     return job;
 }
 
 /* Some queries of a head, through all of their tiles, to their lists. */
 static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
-    const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    nsa__scorer_tiles(&f, job, x, 0, f.iter.tile_end);
-    for (int i = 0; x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
-    if (!x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
+    nsa__scorer_tiles(&f, job, 0, f.iter.tile_end);
+    for (int i = 0; f.x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, i);
+    if (!f.x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
 }
 
 /* In place: some tiles of a head, for all queries. */
@@ -10108,14 +10051,14 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
     nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
-    nsa__scorer_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
+    nsa__scorer_tiles(&f, job, nth * tiles, tiles);
 }
 
 /* In place: a query, when all tiles are done. */
 static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch) {
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    nsa__scorer_end(&f, job, ((const nsa__scorer_jobs *)context)->x, (int)nth);
+    nsa__scorer_end(&f, job, (int)nth);
 }
 
 /* Returns the scores that tasks share. */
@@ -10140,7 +10083,6 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d,
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     if (pools) p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
-    nsa__plan_pairs(&p);
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -10448,7 +10390,7 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     memset(&f, 0, sizeof f);
     f.x = x, f.dx = dx, f.d = d;
     f.group = d->heads / nsa__list_heads(d);
-    f.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    f.wide = nsa__whole_vectors(d->dim);
     f.block = (int)nsa__min(nsa__scorer_block(d), nsa__max(1, nsa_cmp_count(d, d->tokens)));
     f.keys = (int)nsa__max(1, NSA__LISTED_KEYS / f.block) * f.block;
     f.width = nsa_block_list_width(d);
@@ -10543,14 +10485,17 @@ typedef struct nsa__chain_plan {
     nsa__attend_plan branch[3];
 } nsa__chain_plan;
 
-/* p must not be moved afterwards, because the plans point to its views. */
-static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
+/* p must not be moved afterwards, because the plans point to its views. `steps`: NULL, or of every
+   branch. */
+static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d,
+                                 const nsa__step *steps) {
+    const nsa__chain *c = &p->views;
+    const nsa_attend *const views[] = {&c->cmp, &c->slc, &c->win};
     p->views = nsa__chain_of(x);
-    nsa__attend_options cmp = nsa__no_options;
-    cmp.select = &p->views.select;
-    p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
-    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, nsa__no_options);
-    p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+    for (int i = NSA__CMP; i <= NSA__WIN; i++)
+        p->branch[i] =
+            nsa__forward_plan(views[i], d, (nsa__branch)i, i == NSA__CMP ? &c->select : NULL,
+                              steps ? steps + i : NULL);
 }
 
 /* Bytes of phi of k and of v, one after the other. */
@@ -10568,10 +10513,20 @@ static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attentio
     return most;
 }
 
+/* The parts one after another; `from`: see nsa__compress_from. */
+static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
+                                 const nsa_desc *d, int from, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
+    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
+    nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
+    return NSA_OK;
+}
+
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
     nsa__chain_plan p;
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
-    nsa__chain_plan_make(&p, x, d);
+    nsa__chain_plan_make(&p, x, d, NULL);
     return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
 }
 
@@ -10580,16 +10535,11 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     nsa__chain_plan p;
     NSA__CHECK(nsa__attention_check_sizes(x, d));
     NSA__CHECK(nsa__attention_check(x, d, 1));
-    nsa__chain_plan_make(&p, x, d);
+    nsa__chain_plan_make(&p, x, d, NULL);
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    const int from = nsa__compress_from(d);
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
-    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
-    nsa__gate_run(nsa__gate_job_make(NULL, &p.views.gate, d));
-    return NSA_OK;
+    return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
@@ -10990,7 +10940,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
 
 /* What a task returns. It is read when all tasks have ended. */
 typedef struct nsa__decode_result {
-    nsa_reads reads;
+    int64_t reads[3]; /* of cmp, slc and win */
     nsa_status status;
 } nsa__decode_result;
 
@@ -11073,32 +11023,17 @@ static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const 
 }
 
 /* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
-   phi runs for blocks begin .. end - 1, which the new tokens complete. Earlier rows are in the
-   cache, so a token costs 1 / d compressed rows. `reads` has count x kv_heads numbers of each
-   branch. */
-static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
-                                     const nsa_desc *d, int64_t *reads, void *workspace,
-                                     size_t bytes) {
+   `reads` has count x kv_heads numbers of each branch. */
+static nsa_status nsa__decode_attend(const nsa_attention *one, nsa_cache *cache, const nsa_desc *d,
+                                     int64_t *reads, void *workspace, size_t bytes) {
     nsa__cache_part parts[NSA__PARTS];
-    nsa_cache copy = *cache;
-    nsa__chain c = nsa__chain_of(one);
-    int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
-    nsa_status s = NSA_OK;
-    nsa__cache_parts(&copy, parts);
-    int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, workspace, bytes);
-    if (s == NSA_OK && begin < end)
-        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, workspace, bytes);
-    int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, 1},
-                              of_slc = {NULL, 0, reads + each, NULL, 1},
-                              of_win = {NULL, win, reads + 2 * each, NULL, 1};
-    const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
-                                       nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
-                                       nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
-    for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
-    if (s == NSA_OK) nsa__gate_run(nsa__gate_job_make(NULL, &c.gate, d));
-    return s;
+    nsa__chain_plan chain;
+    const int64_t each = (int64_t)d->count * d->kv_heads;
+    nsa__cache_parts(cache, parts);
+    const nsa__step steps[] = {
+        {0, reads}, {0, reads + each}, {parts[NSA__PART_K_WIN].ring, reads + 2 * each}};
+    nsa__chain_plan_make(&chain, one, d, steps);
+    return nsa__chain_run(&chain, one, d, parts[NSA__PART_K_RAW].ring, workspace, bytes);
 }
 
 static int nsa__decode_count(const nsa__decode_job *p, int b) {
@@ -11127,11 +11062,7 @@ static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     nsa__decode_append(p, b, head, &d);
     result->status =
         nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
-    for (int64_t i = 0; i < each; i++) {
-        result->reads.cmp += reads[i];
-        result->reads.slc += reads[i + each];
-        result->reads.win += reads[i + 2 * each];
-    }
+    for (int64_t i = 0; i < 3 * each; i++) result->reads[i / each] += reads[i];
 }
 
 /* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
@@ -11151,7 +11082,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
     nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
     nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
-    nsa__chain_plan_make(&chain, x, &d);
+    nsa__chain_plan_make(&chain, x, &d, NULL);
     p.shared = shared.used;
     p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
@@ -11171,9 +11102,7 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
     if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
         return 0;
     int step = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
-    size_t step_bytes = nsa__decode_bytes(x, *cache, step),
-           chunk_bytes = nsa__decode_bytes(x, *cache, count);
-    return step_bytes > chunk_bytes ? step_bytes : chunk_bytes;
+    return nsa__larger(nsa__decode_bytes(x, *cache, step), nsa__decode_bytes(x, *cache, count));
 }
 
 /* Checks the views of the chain over the cache's arrays, then those of the new rows. */
@@ -11229,9 +11158,9 @@ static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa
     for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
     if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
     for (int64_t i = 0; reads && i < tasks; i++) {
-        reads[i / p->parts].cmp += p->results[i].reads.cmp;
-        reads[i / p->parts].slc += p->results[i].reads.slc;
-        reads[i / p->parts].win += p->results[i].reads.win;
+        reads[i / p->parts].cmp += p->results[i].reads[NSA__CMP];
+        reads[i / p->parts].slc += p->results[i].reads[NSA__SLC];
+        reads[i / p->parts].win += p->results[i].reads[NSA__WIN];
     }
     return NSA_OK;
 }

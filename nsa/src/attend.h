@@ -5,8 +5,6 @@
 #include "attend_forward_run.h"
 #include "attend_backward.h"
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, 0};
-
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
 }
@@ -16,7 +14,7 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     d = nsa__branch_desc(d, branch, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
-                                  : nsa__forward_plan(NULL, d, branch, nsa__no_options);
+                                  : nsa__forward_plan(NULL, d, branch, NULL, NULL);
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
@@ -33,7 +31,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
     NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
-    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
+    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, NULL, NULL);
     return nsa__forward_run(&p, workspace, bytes);
 }
 

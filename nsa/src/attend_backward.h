@@ -41,7 +41,7 @@ typedef struct nsa__backward {
 
 /* Share `nth` of dv or dk, and the numbers of each. */
 static ptrdiff_t nsa__share_numbers(const nsa__attend_plan *p, int i) {
-    const int64_t alone = nsa__plan_gathers(p) ? (int64_t)p->group * p->stride_p : 0;
+    const int64_t alone = nsa__plan_gathers(p) ? (int64_t)p->group * p->cut.tile : 0;
     return (ptrdiff_t)nsa__max((int64_t)p->cut.tile * nsa__operand_at(p, i)->wide, alone);
 }
 static nsa_real *nsa__share(const nsa__backward *f, const nsa__attend_plan *p, int i, int nth) {
@@ -62,7 +62,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
         const nsa__operand *o = nsa__operand_at(p, i);
         f->rows[i] = nsa__alloc_reals(a, rows * o->stride);
         f->left[i] =
-            nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->stride_p);
+            nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->cut.tile);
         f->share[i] = nsa__alloc_reals(a, NSA__PENDING * nsa__share_numbers(p, i));
         if (!nsa__plan_gathers(p)) continue;
         f->columns[i] = nsa__alloc_reals(a, (int64_t)o->width * nsa__whole_vectors(p->group));
@@ -70,28 +70,22 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     if (!p->pairs) return;
     const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->stride_p / 2);
+    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
     f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
-/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
-static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
+/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
+   = sum_c g[c] out_c  =>  dout_c = g[c] dout. Returns the factor of its delta. In pairs dout and
+   delta stay as they are, and the gate is a factor of p and ds later. */
+static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
-    nsa_real logits[3];
-    nsa__load_gates(logits, &p->options.gate->x->logits, d, job->seq.batch,
+    nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
+    nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
-    return nsa__gate_weight(d->gate, logits, (int)p->branch);
-}
-
-/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
-   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
-   factor of p and ds later. */
-static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride,
-             g = nsa__backward_gate(f, job, r);
+    nsa__gate_weights(d->gate, gates);
+    const nsa_real g = gates[p->branch];
     if (nsa__takes_factor(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
@@ -176,7 +170,7 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
 static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const nsa__attend_plan *p,
                                                 const nsa__scored *x, nsa_real *const left[2]) {
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    const ptrdiff_t ld = p->stride_p;
+    const ptrdiff_t ld = p->cut.tile;
     p->tiles->gradient(x, ld, f->lse, f->delta, left[NSA__OF_V], left[NSA__OF_K]);
     nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_V], NULL);
     return nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_K], f->ds_rows);
@@ -186,7 +180,7 @@ static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const ns
 static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p, int i,
                                const nsa__scored *x, const nsa_real *left, const nsa__result *sum) {
     const nsa__operand *o = nsa__operand_at(p, i);
-    const nsa__matrix left_t = {left, 1, p->stride_p, NULL};
+    const nsa__matrix left_t = {left, 1, p->cut.tile, NULL};
     const nsa__matrix by_row = {f->rows[i], o->stride, 1, x->row};
     const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired);
     nsa__product_over(o, x->n, x->rows, &left_t, &right, sum);
@@ -196,7 +190,7 @@ static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p
 static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan *p,
                                   const nsa__scored *x, const nsa__packed *ds, int n,
                                   const nsa__matrix *keys) {
-    const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->stride_p), 1, NULL};
+    const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->cut.tile), 1, NULL};
     const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL};
     if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
 }
@@ -211,7 +205,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
         const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
         const nsa__matrix columns = {nsa__key_columns(p, o, transposed[i], b->key), p->cut.tile, 1,
                                      NULL};
-        const nsa__result scores = nsa__result_at(f->left[!i], p->stride_p, 0);
+        const nsa__result scores = nsa__result_at(f->left[!i], p->cut.tile, 0);
         nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
     }
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, f->left);
@@ -253,7 +247,7 @@ static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile)
 /* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
 static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int i, int n) {
     const nsa__operand *o = nsa__operand_at(own->plan, i);
-    const ptrdiff_t along = nsa__along_stride(o);
+    const ptrdiff_t along = o->stride;
     const int64_t next = (f->iter.tile + (int64_t)1) * own->plan->cut.tile;
     for (int j = 0; j < n; j++) {
         nsa_real *sum = own->sum[i];
@@ -271,12 +265,12 @@ static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own,
     const nsa__attend_plan *p = own->plan;
     const nsa__operand *o = nsa__operand_at(p, i);
     const int columns = nsa__whole_vectors(p->group);
-    const nsa__matrix rows = {own->listed_rows[i], nsa__along_stride(o), 1, f->keys};
+    const nsa__matrix rows = {own->listed_rows[i], o->stride, 1, f->keys};
     const nsa__matrix of_query = {f->columns[i], columns, 1, NULL};
     const nsa__result s_t = nsa__result_at(f->left[i], columns, 0);
     nsa__product_along(o, n, columns, &rows, &of_query, &s_t);
-    p->tiles->transpose(n, p->group, columns, f->left[i], p->stride_p, s);
-    for (int r = 0; r < p->group; r++, s += p->stride_p)
+    p->tiles->transpose(n, p->group, columns, f->left[i], p->cut.tile, s);
+    for (int r = 0; r < p->group; r++, s += p->cut.tile)
         for (int j = n; j < nsa__whole_vectors(n); j++) s[j] = 0;
 }
 
@@ -291,7 +285,7 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     for (int i = 0; i < 2; i++) nsa__alone_fetch(f, own, i, n);
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
-    const nsa__matrix listed = {own->listed_rows[NSA__OF_K], nsa__along_stride(&p->k), 1, f->keys};
+    const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
     const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired);
     nsa__backward_queries(f, p, &x, ds, n, &keys);
     nsa__backward_note(f, own, &b);
@@ -466,19 +460,12 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
             const nsa__operand *o = nsa__operand_at(p, j);
-            const int along = nsa__along_stride(o);
-            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * along);
+            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * o->stride);
             job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
         if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
         if (p->dx && !p->dx->k.data) job->sum[NSA__OF_K] = NULL;
     }
-}
-
-/* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
-   vectors apart would share few sets of the first cache. */
-static int nsa__padded_stride(int wide) {
-    return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
 /* Plans for `x` and `dx`, which are NULL in a size query. d has all heads of `whole` or some: a
@@ -490,10 +477,6 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__attend_plan p =
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
-    nsa__plan_pairs(&p);
-    p.k.stride = nsa__padded_stride(p.k.stride);
-    p.v.stride = nsa__padded_stride(p.v.stride);
-    p.stride_p = nsa__padded_stride(p.cut.tile);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

@@ -74,7 +74,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
     const nsa__scored x = nsa__batch_scored(p, b);
     const nsa__running so_far = {f->m, f->l, f->shrink};
     p->tiles->softmax(&x, apart, s, p->cut.tile, f->s, &so_far);
-    if (p->v.pairs) p->v.pairs->round_rows(x.rows, x.n, p->cut.tile, f->s);
+    nsa__round_rows(&p->v, x.rows, x.n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -82,7 +82,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.reads;
+    int64_t *reads = p->options.step ? p->options.step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
@@ -92,36 +92,37 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     }
 }
 
+/* Rows s of a batch's scores q k^T, `apart` numbers from each other, from packed keys or in place;
+   f->nonfinite gets the keys that are not finite. */
+static void nsa__batch_scores(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
+                              const nsa_real *rows, ptrdiff_t apart, nsa_real *s) {
+    const nsa__attend_plan *p = job->plan;
+    if (job->in_place) {
+        nsa__in_place_scores(f, job, b, apart, s);
+        return;
+    }
+    const nsa__matrix q = {rows, p->k.stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), p->cut.tile, 1, NULL};
+    const nsa__result products = nsa__result_at(s, apart, 0);
+    nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
+    f->nonfinite = job->nonfinite[b->key / p->cut.tile] >> b->begin;
+}
+
 /* s = q k^T, with q scaled; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__operand *k = &p->k, *v = &p->v;
-    const int tile = p->cut.tile, keys = b->end - b->begin;
-    const nsa__matrix q = {f->q, k->stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
-    ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    const nsa__result s = nsa__result_at(scores, apart, 0);
-    nsa__product_along(k, b->rows, keys, &q, &k_t, &s);
-    nsa__forward_softmax(f, job, b, scores, apart);
-    const nsa__matrix weights = {f->s, tile, 1, NULL};
+    const nsa__operand *v = &p->v;
+    const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
-    nsa__product_over(v, b->rows, keys, &weights, &values, &out);
-    nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
-}
-
-/* The same from keys and values in place. */
-static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
-                                        const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
-    nsa__in_place_scores(&f->in_place, job, b, apart, scores);
+    nsa__batch_scores(&f->in_place, job, b, f->q, apart, scores);
     nsa__forward_softmax(f, job, b, scores, apart);
-    const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink};
-    nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
+    if (job->in_place)
+        nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
+    else
+        nsa__product_over(v, b->rows, b->end - b->begin, &weights, &values, &out);
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
@@ -174,10 +175,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
-            if (job->in_place)
-                nsa__forward_batch_in_place(&f, job, &b);
-            else
-                nsa__forward_batch(&f, job, &b);
+            nsa__forward_batch(&f, job, &b);
             i += b.queries;
         }
     nsa__forward_end(&f, job);

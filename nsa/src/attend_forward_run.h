@@ -26,17 +26,17 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return in_place;
 }
 
-/* Plans for `x`, which is NULL in a size query. */
+/* Plans for `x`, which is NULL in a size query; `select` and `step`: see nsa__attend_options. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
-                                             nsa__traits_of[branch].lists || options.select != NULL,
-                                             nsa__heads_near(d));
+                                          nsa__branch branch, const nsa_select *select,
+                                          const nsa__step *step) {
+    const int lists = nsa__traits_of[branch].lists || select;
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch, lists, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options = options;
-    nsa__plan_pairs(&p);
+    p.options.select = select;
+    p.options.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__split_alloc(&split, &p, &scratch);
@@ -63,7 +63,7 @@ static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team)
         jobs[i].heads = n;
     }
     work *= (int64_t)p->group * (p->k.wide + p->v.wide);
-    fewer.threads = nsa__threads_for(team->threads, work, p->options.awake);
+    fewer.threads = nsa__threads_for(team->threads, work, p->options.step != NULL);
     if (n * most < fewer.threads)
         nsa__split_run(jobs, n, (int)(n * most), &fewer);
     else

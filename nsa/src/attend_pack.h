@@ -104,7 +104,7 @@ static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int 
     const int end = (int)nsa__min((int64_t)begin + job->plan->cut.tile, job->keys);
     const nsa_tensor *x = nsa__operand_view(job, o);
     for (int key = begin; rows && key < end; key++)
-        nsa__copy_operand(o, rows + key * (ptrdiff_t)nsa__along_stride(o), x,
+        nsa__copy_operand(o, rows + key * (ptrdiff_t)o->stride, x,
                           nsa__walk_keys(job, x, o->width, key, end));
 }
 
@@ -112,7 +112,7 @@ static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int 
 static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     nsa__arena rows = {NULL, 0};
     nsa__alloc_reals(&rows, (int64_t)NSA__LANES * nsa__max(p->k.wide, p->v.wide));
-    return task > rows.used ? task : rows.used;
+    return nsa__larger(task, rows.used);
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */

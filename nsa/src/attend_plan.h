@@ -11,14 +11,18 @@
 #include "gate.h"
 #include "operand.h"
 
+/* A branch of a step of decoding, whose threads have just worked. */
+typedef struct nsa__step {
+    int ring;       /* the cache's window: see nsa__key_layout; 0 if rows are straight */
+    int64_t *reads; /* of each query and kv head: how many keys it has read */
+} nsa__step;
+
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
-    const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int ring;       /* a decoding cache's window: see nsa__key_layout; 0 if rows are straight */
-    int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
+    const nsa_select *select;  /* NULL, or cmp's forward writes lists too, to this view */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
-    int awake;                 /* the call's threads have just worked */
+    const nsa__step *step;     /* forward: NULL, or it is a step's */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -37,7 +41,6 @@ typedef struct nsa__attend_plan {
     int list_width;        /* entries of a block list */
     const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
-    int stride_p;            /* backward: of a row of p and ds */
     size_t shared;           /* bytes of workspace that all threads share */
     size_t scratch;          /* bytes of workspace for each thread */
 } nsa__attend_plan;
@@ -182,23 +185,10 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
     p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
-    p.pairs = nsa__pairs_of(d);
     p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
     p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
+    p.pairs = nsa__pair_operands(&p.k, &p.v, x, dx, d);
     return p;
-}
-
-/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
-   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
-   x: pairs take less. */
-static void nsa__plan_pairs(nsa__attend_plan *p) {
-    const nsa_attend *x = p->x, *dx = p->dx;
-    if (!x || !p->pairs || (dx && dx->out.dtype != NSA_BF16)) return;
-    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
-    int values = x->v.data && x->v.dtype == NSA_BF16;
-    if (dx && !(scores && values)) return;
-    if (scores) nsa__operand_pair(&p->k, p->pairs);
-    if (values) nsa__operand_pair(&p->v, p->pairs);
 }
 
 static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {

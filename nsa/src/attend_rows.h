@@ -17,7 +17,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
         nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
-    job->rows.ring = p->options.ring;
+    if (p->options.step) job->rows.ring = p->options.step->ring;
     job->in_place = job->gathers || seq->count <= p->cut.in_place_max;
     if (job->gathers) job->task_queries = 1;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
@@ -64,37 +64,23 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
     }
 }
 
-/* Loads the rows of a task's queries, times the operand's scale, with zeros behind them. A row with
-   a non-finite value becomes zeros, and its nonfinite[r] is set. */
-static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it,
-                              const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
-                              unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, width = o->width, wide = o->wide,
-              in_place = nsa__rows_of_reals(x, width);
-    for (int r = 0; r < rows; r++) {
-        nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__walk_queries(job, it, x, width, r);
-        if (!in_place) nsa__widen_rows(o, 1, x, from, row);
-        o->tiles->scale(wide, o->scale, in_place ? (const nsa_real *)from : row, row);
-    }
-    nsa__zero_nonfinite(o, rows, to, nonfinite);
-}
-
-/* The same as pairs, which are not multiplied. */
-static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
-                            const nsa__operand *o, nsa_real *to, unsigned char *nonfinite) {
-    int rows = it->queries * job->plan->group;
-    for (int r = 0; r < rows; r++, to += o->stride) {
-        const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!nsa__copy_operand(o, to, x, from)) nonfinite[r] = 1;
-    }
-}
-
-/* Rows of q or dout as products take them. */
+/* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
+   the operand's scale, if they take a factor. A row with a non-finite value becomes zeros, and its
+   nonfinite[r] is set. */
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    (o->pairs ? nsa__load_pairs : nsa__load_numbers)(job, it, x, o, to, nonfinite);
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_factor(o),
+              in_place = nsa__rows_of_reals(x, o->width);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *row = to + (ptrdiff_t)r * o->stride;
+        const void *from = nsa__walk_queries(job, it, x, o->width, r);
+        if (!scaled && !nsa__copy_operand(o, row, x, from)) nonfinite[r] = 1;
+        if (scaled && !in_place) nsa__widen_rows(o, 1, x, from, row);
+        if (scaled)
+            o->tiles->scale(o->wide, o->scale, in_place ? (const nsa_real *)from : row, row);
+    }
+    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite);
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */

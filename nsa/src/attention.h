@@ -45,14 +45,17 @@ typedef struct nsa__chain_plan {
     nsa__attend_plan branch[3];
 } nsa__chain_plan;
 
-/* p must not be moved afterwards, because the plans point to its views. */
-static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
+/* p must not be moved afterwards, because the plans point to its views. `steps`: NULL, or of every
+   branch. */
+static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d,
+                                 const nsa__step *steps) {
+    const nsa__chain *c = &p->views;
+    const nsa_attend *const views[] = {&c->cmp, &c->slc, &c->win};
     p->views = nsa__chain_of(x);
-    nsa__attend_options cmp = nsa__no_options;
-    cmp.select = &p->views.select;
-    p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
-    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, nsa__no_options);
-    p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+    for (int i = NSA__CMP; i <= NSA__WIN; i++)
+        p->branch[i] =
+            nsa__forward_plan(views[i], d, (nsa__branch)i, i == NSA__CMP ? &c->select : NULL,
+                              steps ? steps + i : NULL);
 }
 
 /* Bytes of phi of k and of v, one after the other. */
@@ -70,10 +73,20 @@ static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attentio
     return most;
 }
 
+/* The parts one after another; `from`: see nsa__compress_from. */
+static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
+                                 const nsa_desc *d, int from, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
+    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
+    nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
+    return NSA_OK;
+}
+
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
     nsa__chain_plan p;
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
-    nsa__chain_plan_make(&p, x, d);
+    nsa__chain_plan_make(&p, x, d, NULL);
     return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
 }
 
@@ -82,16 +95,11 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     nsa__chain_plan p;
     NSA__CHECK(nsa__attention_check_sizes(x, d));
     NSA__CHECK(nsa__attention_check(x, d, 1));
-    nsa__chain_plan_make(&p, x, d);
+    nsa__chain_plan_make(&p, x, d, NULL);
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    const int from = nsa__compress_from(d);
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
-    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
-    nsa__gate_run(nsa__gate_job_make(NULL, &p.views.gate, d));
-    return NSA_OK;
+    return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */

@@ -32,6 +32,19 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
+/* n rows of a task's sums begin with the bias. */
+static void nsa__load_bias(nsa_real *to, const nsa_tensor *x, int head, int n, int width) {
+    for (int i = 0; i < n; i++, to += width) nsa__load_parameter(to, x, head, 0, width);
+}
+
+/* Stores the rows of blocks begin .. end - 1. */
+static void nsa__store_blocks(const nsa__compress_job *p, int64_t begin, int64_t end,
+                              const nsa_real *from) {
+    const nsa_tensor *out = &p->x->out;
+    for (int64_t i = begin; i < end; i++, from += p->x->dim)
+        nsa__store(out->dtype, nsa__key_row(&p->seq.cmp, out, i, p->head), from, p->x->dim);
+}
+
 /* Loads the row of dout of a block. */
 static void nsa__load_dout(const nsa__compress_job *p, nsa_real *to, int64_t block) {
     const nsa_tensor *dout = &p->dx->out;
@@ -69,11 +82,8 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
     p->head = (int)(nth % p->d->kv_heads);
     int64_t begin = nsa__compress_begin(p) + nth / p->d->kv_heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
-    for (int64_t i = begin; i < end; i++) {
-        memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
-        if (x->phi == NSA_PHI_CONV)
-            nsa__load_parameter(out + (i - begin) * x->dim, &x->b1, p->head, 0, x->dim);
-    }
+    nsa__load_bias(out, x->phi == NSA_PHI_CONV ? &x->b1 : &nsa__no_view, p->head,
+                   (int)(end - begin), x->dim);
     for (int j = 0; j < p->d->cmp_block; j++) {
         nsa__load_taps(p, w, j);
         for (int64_t i = begin; i < end; i++) {
@@ -81,9 +91,7 @@ static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
             for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
         }
     }
-    for (int64_t i = begin; i < end; i++)
-        nsa__store(x->out.dtype, nsa__key_row(&p->seq.cmp, &x->out, i, p->head),
-                   out + (i - begin) * x->dim, x->dim);
+    nsa__store_blocks(p, begin, end, out);
 }
 
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
@@ -180,8 +188,11 @@ static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, 
     }
 }
 
-/* Scratch for NSA__CMP_ROWS blocks: one tap of their inputs, h, and out or its gradient. */
+/* Blocks begin .. begin + n - 1 of a task, and scratch for NSA__CMP_ROWS of them: one tap of their
+   inputs, h, and out or its gradient. */
 typedef struct nsa__mlp_rows {
+    int64_t begin;
+    int n;
     nsa_real *tap, *h, *out;
 } nsa__mlp_rows;
 
@@ -191,40 +202,37 @@ static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, ns
     f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
 }
 
-/* h of blocks begin .. begin + n - 1, before the SiLU. The sum begins with b1 and goes through the
-   taps in order. */
-static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
+/* h of a task's blocks, before the SiLU. The sum begins with b1 and goes through the taps in
+   order. */
+static nsa__mlp_rows nsa__mlp_hidden(const nsa__compress_job *p, int64_t nth, void *scratch) {
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    for (int i = 0; i < n; i++)
-        nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
+    nsa__mlp_rows_alloc(&f, p, &a);
+    f.begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
+    f.n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - f.begin);
+    nsa__load_bias(f.h, &p->x->b1, p->head, f.n, hidden);
+    const nsa__matrix tap = {f.tap, dim, 1, NULL};
+    const nsa__result h = nsa__result_at(f.h, hidden, 1);
     for (int j = 0; j < p->d->cmp_block; j++) {
-        nsa__mlp_load_tap(p, begin, n, j, f->tap);
-        const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = nsa__result_at(f->h, hidden, 1);
-        p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
+        nsa__mlp_load_tap(p, f.begin, f.n, j, f.tap);
+        p->tiles->gemm(f.n, hidden, dim, &tap, &w1_t, &h);
     }
+    return f;
 }
 
 /* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
 static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__mlp_rows f;
+    const nsa__mlp_rows f = nsa__mlp_hidden(p, nth, scratch);
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
-    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa__mlp_rows_alloc(&f, p, &a);
-    nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
-    for (int i = 0; i < n; i++)
-        nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
+    for (int i = 0; i < f.n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
+    nsa__load_bias(f.out, &p->x->b2, p->head, f.n, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
     const nsa__result out = nsa__result_at(f.out, dim, 1);
-    p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
-    for (int i = 0; i < n; i++)
-        nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
-                   f.out + (ptrdiff_t)i * dim, dim);
+    p->tiles->gemm(f.n, dim, hidden, &act, &w2_t, &out);
+    nsa__store_blocks(p, f.begin, f.begin + f.n, f.out);
 }
 
 /* act = silu(h), dact = dout w2, dh = dact silu'(h), with
@@ -232,19 +240,15 @@ static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratc
    h is computed again, because forward keeps nothing. dact is computed where dh will be. */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__mlp_rows f;
+    const nsa__mlp_rows f = nsa__mlp_hidden(p, nth, scratch);
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nth * NSA__CMP_ROWS;
-    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
-    nsa__mlp_rows_alloc(&f, p, &a);
-    nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n; i++) nsa__load_dout(p, f.out + (ptrdiff_t)i * dim, begin + i);
+    const int64_t first = (p->row + f.begin) * hidden;
+    nsa_real *act = p->act + first, *dh = p->dh + first;
+    for (int i = 0; i < f.n; i++) nsa__load_dout(p, f.out + (ptrdiff_t)i * dim, f.begin + i);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
     const nsa__result dact = nsa__result_at(dh, hidden, 0);
-    p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
-    for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
+    p->tiles->gemm(f.n, hidden, dim, &douts, &w2, &dact);
+    for (ptrdiff_t i = 0; i < (ptrdiff_t)f.n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
         act[i] = h * sigmoid;
         dh[i] *= sigmoid * (1 + h * (1 - sigmoid));
@@ -464,6 +468,8 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     p.dx = dx;
     p.ring = (int)nsa__max(0, from);
     p.appends = from != NSA__FROM_START;
+    /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
+    if (p.ring && nsa_cmp_count(d, d->first) == p.rows) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;

@@ -120,7 +120,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
 
 /* What a task returns. It is read when all tasks have ended. */
 typedef struct nsa__decode_result {
-    nsa_reads reads;
+    int64_t reads[3]; /* of cmp, slc and win */
     nsa_status status;
 } nsa__decode_result;
 
@@ -203,32 +203,17 @@ static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const 
 }
 
 /* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
-   phi runs for blocks begin .. end - 1, which the new tokens complete. Earlier rows are in the
-   cache, so a token costs 1 / d compressed rows. `reads` has count x kv_heads numbers of each
-   branch. */
-static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
-                                     const nsa_desc *d, int64_t *reads, void *workspace,
-                                     size_t bytes) {
+   `reads` has count x kv_heads numbers of each branch. */
+static nsa_status nsa__decode_attend(const nsa_attention *one, nsa_cache *cache, const nsa_desc *d,
+                                     int64_t *reads, void *workspace, size_t bytes) {
     nsa__cache_part parts[NSA__PARTS];
-    nsa_cache copy = *cache;
-    nsa__chain c = nsa__chain_of(one);
-    int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
-    nsa_status s = NSA_OK;
-    nsa__cache_parts(&copy, parts);
-    int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, workspace, bytes);
-    if (s == NSA_OK && begin < end)
-        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, workspace, bytes);
-    int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, 1},
-                              of_slc = {NULL, 0, reads + each, NULL, 1},
-                              of_win = {NULL, win, reads + 2 * each, NULL, 1};
-    const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
-                                       nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
-                                       nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
-    for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
-    if (s == NSA_OK) nsa__gate_run(nsa__gate_job_make(NULL, &c.gate, d));
-    return s;
+    nsa__chain_plan chain;
+    const int64_t each = (int64_t)d->count * d->kv_heads;
+    nsa__cache_parts(cache, parts);
+    const nsa__step steps[] = {
+        {0, reads}, {0, reads + each}, {parts[NSA__PART_K_WIN].ring, reads + 2 * each}};
+    nsa__chain_plan_make(&chain, one, d, steps);
+    return nsa__chain_run(&chain, one, d, parts[NSA__PART_K_RAW].ring, workspace, bytes);
 }
 
 static int nsa__decode_count(const nsa__decode_job *p, int b) {
@@ -257,11 +242,7 @@ static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     nsa__decode_append(p, b, head, &d);
     result->status =
         nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
-    for (int64_t i = 0; i < each; i++) {
-        result->reads.cmp += reads[i];
-        result->reads.slc += reads[i + each];
-        result->reads.win += reads[i + 2 * each];
-    }
+    for (int64_t i = 0; i < 3 * each; i++) result->reads[i / each] += reads[i];
 }
 
 /* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
@@ -281,7 +262,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
     nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
     nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
-    nsa__chain_plan_make(&chain, x, &d);
+    nsa__chain_plan_make(&chain, x, &d, NULL);
     p.shared = shared.used;
     p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
@@ -301,9 +282,7 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
     if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
         return 0;
     int step = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
-    size_t step_bytes = nsa__decode_bytes(x, *cache, step),
-           chunk_bytes = nsa__decode_bytes(x, *cache, count);
-    return step_bytes > chunk_bytes ? step_bytes : chunk_bytes;
+    return nsa__larger(nsa__decode_bytes(x, *cache, step), nsa__decode_bytes(x, *cache, count));
 }
 
 /* Checks the views of the chain over the cache's arrays, then those of the new rows. */
@@ -359,9 +338,9 @@ static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa
     for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
     if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
     for (int64_t i = 0; reads && i < tasks; i++) {
-        reads[i / p->parts].cmp += p->results[i].reads.cmp;
-        reads[i / p->parts].slc += p->results[i].reads.slc;
-        reads[i / p->parts].win += p->results[i].reads.win;
+        reads[i / p->parts].cmp += p->results[i].reads[NSA__CMP];
+        reads[i / p->parts].slc += p->results[i].reads[NSA__SLC];
+        reads[i / p->parts].win += p->results[i].reads[NSA__WIN];
     }
     return NSA_OK;
 }

@@ -102,21 +102,10 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     return NSA_OK;
 }
 
-/* Whether a list ascends, without duplicates, and has nothing but -1 behind its last candidate. One
-   pass without branches, because nearly all lists do. */
-NSA__COMPILED static int nsa__list_ascends(const int32_t *list, int n, int candidates) {
-    int wrong = (list[0] < -1) | (list[0] >= candidates);
-    for (int i = 1; i < n; i++) {
-        int32_t before = list[i - 1], at = list[i];
-        wrong |= (at != -1) & ((before < 0) | (before >= at) | (at >= candidates));
-    }
-    return !wrong;
-}
-
-/* The first slot that breaks the form, or -1. */
-static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
-                           const char **reason) {
-    for (int i = 0; i < nsa_block_list_width(d); i++) {
+/* The first of n slots that breaks the form, or -1: a list ascends, without duplicates, and has
+   nothing but -1 behind its last candidate. */
+static int nsa__list_fault(int candidates, const int32_t *list, int n, const char **reason) {
+    for (int i = 0; i < n; i++) {
         *reason = NULL;
         if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
         if (i > 0 && list[i] >= 0) {
@@ -150,8 +139,8 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                 const int32_t *list =
                     (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
                 const char *reason;
-                if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
-                int slot = nsa__list_fault(d, candidates, list, &reason);
+                int slot = nsa__list_fault(candidates, list, nsa_block_list_width(d), &reason);
+                if (slot < 0) continue;
                 if (fault) {
                     fault->batch = seq.nth;
                     fault->query = seq.first + t;

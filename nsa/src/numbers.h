@@ -413,14 +413,6 @@ static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
     }
 }
 
-/* The weight of one branch: sigmoid asks for no other logit. */
-static nsa_real nsa__gate_weight(nsa_gate_kind kind, const nsa_real logits[3], int branch) {
-    nsa_real g[3] = {logits[0], logits[1], logits[2]};
-    if (kind == NSA_GATE_SIGMOID) return nsa__sigmoid(g[branch]);
-    nsa__gate_weights(kind, g);
-    return g[branch];
-}
-
 /* Arguments are int64_t, so that sums and products are compared before they are narrowed to int. */
 static int64_t nsa__min(int64_t a, int64_t b) {
     return a < b ? a : b;

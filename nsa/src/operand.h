@@ -14,7 +14,7 @@ typedef struct nsa__operand {
     const nsa__pairs *pairs; /* of bf16; NULL: numbers */
     int width, wide;         /* dim or dim_v, and rounded up to whole vectors */
     int depth;               /* what a product sums along a row: width, or half of it in pairs */
-    int stride; /* of a row: wide, or half of it; in backward rows may lie further apart */
+    int stride;              /* from row to row, where they lie side by side: wide, or half of it */
     nsa_real
         scale; /* of q k. q is loaded times it; in pairs, which would round, products have it */
 } nsa__operand;
@@ -29,6 +29,21 @@ static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
     o->pairs = pairs;
     o->depth = (o->width + 1) / 2;
     o->stride = o->wide / 2;
+}
+
+/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
+   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
+   x: pairs take less. Returns the products of bf16 that the machine has and the caller wants. */
+static const nsa__pairs *nsa__pair_operands(nsa__operand *k, nsa__operand *v, const nsa_attend *x,
+                                            const nsa_attend *dx, const nsa_desc *d) {
+    const nsa__pairs *pairs = nsa__pairs_of(d);
+    if (!x || !pairs || (dx && dx->out.dtype != NSA_BF16)) return pairs;
+    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
+    int values = x->v.data && x->v.dtype == NSA_BF16;
+    if (dx && !(scores && values)) return pairs;
+    if (scores) nsa__operand_pair(k, pairs);
+    if (values) nsa__operand_pair(v, pairs);
+    return pairs;
 }
 
 /* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
@@ -69,6 +84,11 @@ static const nsa__packed *nsa__round_left(const nsa__operand *o, const nsa__scor
     return by_row;
 }
 
+/* The same of p, which no other product reads: row by row, from each row's start on. */
+static void nsa__round_rows(const nsa__operand *o, int rows, int n, ptrdiff_t ld, nsa_real *s) {
+    if (o->pairs) o->pairs->round_rows(rows, n, ld, s);
+}
+
 /* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
 static int nsa__takes_factor(const nsa__operand *o) {
     return !o->pairs;
@@ -82,11 +102,6 @@ static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
 /* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
 static nsa_real nsa__sum_scale(const nsa__operand *o) {
     return o->pairs ? o->scale : 1;
-}
-
-/* From one row to the next of rows that are multiplied along and lie side by side. */
-static int nsa__along_stride(const nsa__operand *o) {
-    return o->pairs ? o->wide / 2 : o->wide;
 }
 
 /* Whether n rows of a matrix are finite. */

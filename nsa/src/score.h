@@ -11,8 +11,9 @@
 #pragma once
 #include "attend.h"
 
-/* Scratch of a task. */
+/* A task and its scratch. */
 typedef struct nsa__scorer {
+    const nsa_score *x; /* NULL: nsa_select_blocks */
     nsa__tile_iter iter;
     nsa_real *q;              /* of every row; for a pool not scaled */
     nsa_real *of_row;         /* of every row: its lse; for a pool its weight, or 1 */
@@ -26,7 +27,7 @@ typedef struct nsa__scorer {
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
     nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
-    const nsa_score *x;                  /* NULL: nsa_select_blocks */
+    const nsa_score *x;
     nsa_real *scores; /* in place: of the one job at hand, whose tasks share them */
 } nsa__scorer_jobs;
 
@@ -95,48 +96,34 @@ static int nsa__scorer_block(const nsa_desc *d) {
 /* Query i of a batch: adds up the heads' scores of keys, then pools them block by block, up to the
    last key that the query sees. */
 static void nsa__scorer_pool_keys(const nsa__scorer *f, const nsa__head_job *job,
-                                  const nsa_score *x, const nsa__batch *b, int i,
-                                  uint64_t nonfinite) {
+                                  const nsa__batch *b, int i) {
     const nsa__attend_plan *p = job->plan;
     const int a = b->query[i], block = nsa__scorer_block(p->d), n = b->end - b->begin;
     const int end = (int)nsa__min(b->key + (int64_t)n, nsa__span_end(job, f->iter.first + a));
     nsa_real of_key[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++)
         nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)(i * p->group + g) * p->cut.tile, n,
-                             f->of_row[a * p->group + g], x->act);
+                             f->of_row[a * p->group + g], f->x->act);
     for (int key = b->key; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
         nsa__scorer_pool(f->scores + a * nsa__scorer_stride(p->d) + j, of_key, key - b->key,
-                         until - b->key, nonfinite, x->pool);
+                         until - b->key, f->in_place.nonfinite, f->x->pool);
         key = until;
     }
 }
 
 /* One product for all rows of a batch; then each of its queries pools what it sees. Of those that
    it does not see, nsa__scores reads no p_cmp. */
-static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
-    const ptrdiff_t tile = p->cut.tile, stride = x ? tile : (ptrdiff_t)f->scoring.stride;
-    nsa_real *s = x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
-    uint64_t nonfinite;
-    if (job->in_place) {
-        nsa__in_place_scores(&f->in_place, job, b, stride, s);
-        nonfinite = f->in_place.nonfinite;
-    } else {
-        const nsa__matrix q = {f->q, p->k.stride, 1, b->row};
-        const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), tile, 1, NULL};
-        const nsa__result products = nsa__result_at(s, stride, 0);
-        nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
-        nonfinite = job->nonfinite[f->iter.tile] >> b->begin;
-    }
-    for (int i = 0; x && i < b->queries; i++) nsa__scorer_pool_keys(f, job, x, b, i, nonfinite);
+static void nsa__scorer_batch(nsa__scorer *f, const nsa__head_job *job, const nsa__batch *b) {
+    const ptrdiff_t stride = f->x ? job->plan->cut.tile : (ptrdiff_t)f->scoring.stride;
+    nsa_real *s = f->x ? f->s : f->scoring.s + b->row[0] * stride + b->key;
+    nsa__batch_scores(&f->in_place, job, b, f->q, stride, s);
+    for (int i = 0; f->x && i < b->queries; i++) nsa__scorer_pool_keys(f, job, b, i);
 }
 
 /* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
    them. The last candidate may be cut by the query's own position, and have no key then. */
-static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                            int a) {
+static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, int a) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
@@ -148,7 +135,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
         int64_t keys = nsa__min(block, nsa__span_end(job, query) - (int64_t)j * block);
         if (keys <= 0)
             scores[j] = nsa__minus_infinity();
-        else if (x->pool == NSA_POOL_MEAN)
+        else if (f->x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
     nsa__store_scores(job, query, scores);
@@ -157,10 +144,9 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
 }
 
 /* Loads the rows of q and their numbers, and marks rows that are not finite. */
-static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              int64_t task) {
+static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *of_row = x ? &x->weights : &p->x->lse;
+    const nsa_tensor *of_row = f->x ? &f->x->weights : &p->x->lse;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
@@ -178,20 +164,20 @@ static int64_t nsa__scorer_task_tiles(const nsa__attend_plan *p) {
 
 /* All tiles up to the last query's of tiles `begin` .. end - 1. Pools start at 0 for a sum, at the
    lowest number for a maximum. */
-static void nsa__scorer_tiles(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              int64_t begin, int64_t tiles) {
+static void nsa__scorer_tiles(nsa__scorer *f, const nsa__head_job *job, int64_t begin,
+                              int64_t tiles) {
     const nsa__attend_plan *p = job->plan;
     const int64_t stride = nsa__scorer_stride(p->d), block = nsa__scorer_block(p->d);
     const int64_t from = begin * p->cut.tile / block;
     const int64_t to = nsa__min(stride, nsa__ceil_div((begin + tiles) * p->cut.tile, block));
-    for (int a = 0; x && a < f->iter.queries; a++)
+    for (int a = 0; f->x && a < f->iter.queries; a++)
         for (int64_t j = from; j < to; j++)
-            f->scores[a * stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
+            f->scores[a * stride + j] = f->x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
     f->iter.tile = (int)begin - 1;
     f->iter.tile_end = (int)nsa__min(f->iter.tile_end, begin + tiles);
     while (nsa__tile_iter_next(&f->iter, job)) {
         const nsa__batch b = nsa__batch_at(&f->iter, job, 0);
-        nsa__scorer_batch(f, job, x, &b);
+        nsa__scorer_batch(f, job, &b);
     }
 }
 
@@ -203,19 +189,19 @@ static const nsa__head_job *nsa__scorer_make(nsa__scorer *f, const void *context
     const nsa__attend_plan *p = job->plan;
     nsa__arena a = {(char *)scratch, 0};
     nsa__scorer_alloc(f, p, &a);
+    f->x = jobs->x;
     if (job->in_place) f->scores = jobs->scores;
-    nsa__scorer_begin(f, job, jobs->x, job->in_place ? 0 : *nth);
+    nsa__scorer_begin(f, job, job->in_place ? 0 : *nth);
     return job;
 }
 
 /* Some queries of a head, through all of their tiles, to their lists. */
 static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
-    const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    nsa__scorer_tiles(&f, job, x, 0, f.iter.tile_end);
-    for (int i = 0; x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
-    if (!x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
+    nsa__scorer_tiles(&f, job, 0, f.iter.tile_end);
+    for (int i = 0; f.x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, i);
+    if (!f.x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
 }
 
 /* In place: some tiles of a head, for all queries. */
@@ -224,14 +210,14 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
     nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
-    nsa__scorer_tiles(&f, job, ((const nsa__scorer_jobs *)context)->x, nth * tiles, tiles);
+    nsa__scorer_tiles(&f, job, nth * tiles, tiles);
 }
 
 /* In place: a query, when all tiles are done. */
 static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch) {
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    nsa__scorer_end(&f, job, ((const nsa__scorer_jobs *)context)->x, (int)nth);
+    nsa__scorer_end(&f, job, (int)nth);
 }
 
 /* Returns the scores that tasks share. */
@@ -256,7 +242,6 @@ static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d,
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     if (pools) p.k.scale = 1, p.cut.in_place_max = p.cut.batch_queries;
-    nsa__plan_pairs(&p);
     nsa__scorer_layout(jobs, &p, &shared);
     nsa__scorer_alloc(&f, &p, &scratch);
     p.shared = shared.used;

@@ -166,7 +166,7 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     memset(&f, 0, sizeof f);
     f.x = x, f.dx = dx, f.d = d;
     f.group = d->heads / nsa__list_heads(d);
-    f.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    f.wide = nsa__whole_vectors(d->dim);
     f.block = (int)nsa__min(nsa__scorer_block(d), nsa__max(1, nsa_cmp_count(d, d->tokens)));
     f.keys = (int)nsa__max(1, NSA__LISTED_KEYS / f.block) * f.block;
     f.width = nsa_block_list_width(d);

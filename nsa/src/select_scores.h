@@ -115,9 +115,9 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
         int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
-        p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
-                              (ptrdiff_t)f->stride, lse + (ptrdiff_t)a * group,
-                              f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
+        p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
+                              lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
+                              f->p_cmp);
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;

@@ -3,7 +3,7 @@
 #pragma once
 #include "sequences.h"
 
-/* A task: piece `index` of the work that `context` describes. It writes rows that no other task
+/* A task: piece `nth` of the work that `context` describes. It writes rows that no other task
    writes, each as a sum in one fixed order. So no bit depends on which thread runs the task, or
    when. */
 typedef void nsa__task(const void *context, int64_t nth, void *scratch);
