@@ -729,10 +729,11 @@ static void test_statuses(world *w, int count) {
 
 /* Schedules, as many as the argument says. Kernels that run on the CPU take their time: there steps
    that are replayed from a graph have no schedules, and "short" has none at all, one geometry whose
-   steps are launched and one whose steps are replayed. */
+   steps are launched and one whose steps are replayed. "many" is that and many sequences. */
 int main(int argc, char **argv) {
     int schedules = argc > 1 ? atoi(argv[1]) : 12;
-    int brief = argc > 1 && !strcmp(argv[1], "short");
+    int many = argc > 1 && !strcmp(argv[1], "many"), brief = many;
+    brief |= argc > 1 && !strcmp(argv[1], "short");
     for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
         for (int threads = 1; threads <= 2; threads++) {
             if (brief && (int)i != threads) continue;
@@ -766,8 +767,10 @@ int main(int argc, char **argv) {
 #endif
             end(&w);
         }
-    if (!brief) test_many(&geometries[2], 70, 2); /* on CUDA an mlp, whose rows are packed */
-    if (!brief) test_many(&geometries[0], MOST, 1);
+    if (many || !brief) {
+        test_many(&geometries[2], 70, 2); /* on CUDA an mlp, whose rows are packed */
+        test_many(&geometries[0], MOST, 1);
+    }
     printf("%d schedules of %d actions in all; keys read: cmp %lld, slc %lld, win %lld\n",
            schedules_done, actions_done, (long long)all_reads.cmp, (long long)all_reads.slc,
            (long long)all_reads.win);
