@@ -3178,9 +3178,6 @@ typedef struct nsa__pairs {
        added to takes no factor. b has all rows in order. */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c, nsa_real factor);
-    /* the same for k single rows of b, as they lie in memory: two of them make a row of pairs */
-    void (*gemm_singles)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
-                         const nsa__result *c);
     /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
        zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
     int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
@@ -3191,8 +3188,6 @@ typedef struct nsa__pairs {
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
-    /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
-    int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
     /* as nsa__store of bf16 */
     void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;
@@ -3271,19 +3266,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-/* Pairs of row p of the right operand; or those that rows 2 p and 2 p + 1 of its `singles` rows
-   make. What lies behind the last row counts as 0, and so nothing there is multiplied. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
-}
 #else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
@@ -3337,10 +3319,6 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
-}
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
-    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
 #if NSA__BYTES
@@ -3450,10 +3428,9 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `scale` it
    begins with 0 and scale c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
+   tile rounds less than one chain through all of them. `factor` is for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -3473,7 +3450,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
@@ -3490,19 +3467,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
    piece of few rows waits for its own sums. The number of rows is a constant in each call, so that
    the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -3530,14 +3506,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -3869,18 +3845,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
-}
 #else
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
@@ -3934,10 +3898,6 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
-}
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
-    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
 #if NSA__BYTES
@@ -4035,8 +3995,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -4056,7 +4015,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
@@ -4070,19 +4029,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -4109,14 +4067,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -4429,18 +4387,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
-}
 #else
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
@@ -4494,10 +4440,6 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
-}
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
-    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
 #if NSA__BYTES
@@ -4595,8 +4537,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -4616,7 +4557,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
@@ -4630,19 +4571,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -4669,14 +4609,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -4979,18 +4919,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
-}
 #else
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
@@ -5044,10 +4972,6 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
-}
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
-    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
 #if NSA__BYTES
@@ -5145,8 +5069,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -5166,7 +5089,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
@@ -5180,19 +5103,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -5219,14 +5141,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -5554,18 +5476,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
-}
 #else
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
@@ -5619,10 +5529,6 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
-}
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
-    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
 #if NSA__BYTES
@@ -5720,8 +5626,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -5741,7 +5646,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
@@ -5755,19 +5660,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -5794,14 +5698,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -6056,24 +5960,21 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
    (nsa__pairs, tiles.h). */
 
 /* See nsa__pairs. */
-NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
-                                             nsa__result c, int singles, nsa_real factor) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result,
+                                     nsa_real factor) {
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right;
+    nsa__result c = *result;
     int j = 0;
+    b.rows = NULL; /* a constant, so that the loop over k has no test of it */
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
-        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, factor);
+        b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-}
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
-                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
-    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
-}
-NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
-                                             const nsa__matrix *b, const nsa__result *c) {
-    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+    for (; j < n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
+        NSA__T(columns)(1, m, k, a, b, c, factor);
 }
 
 /* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
@@ -6134,19 +6035,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-/* As nsa__tiles.finite: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
-    uint32_t lane[8] = {0}, sum = 0;
-    for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += 8)
-            for (int i = 0; i < 8; i++) {
-                uint32_t pair;
-                memcpy(&pair, x + j + i, sizeof pair);
-                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
-            }
-    for (int i = 0; i < 8; i++) sum |= lane[i];
-    return !(sum & 0x80008000u);
-}
+/* Finite as nsa__tiles.all_finite has it: both exponents of a pair at once. */
 NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
     NSA__T(bits) any = {0};
     uint32_t lane[NSA__L], sum = 0;
@@ -6165,9 +6054,8 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {
-    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
-    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
+                                         NSA__T(round_pairs), NSA__T(store)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -7234,8 +7122,6 @@ enum {
     NSA__SPLIT_MASKS = 256,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
-    /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
-    NSA__PIECE_ROWS = 6,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
     /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
@@ -7428,12 +7314,24 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
-/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
+/* Whether n rows of a matrix of numbers are finite. */
+static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
+    const nsa__tiles *tiles = o->tiles;
+    if (!rows->rows) return tiles->all_finite(n, o->stride, rows->row, rows->data);
+    for (int i = 0; i < n; i++)
+        if (!tiles->all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+    return 1;
+}
+
+/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need.
+   `finite`, if it is there: whether all of them are. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
-                                      nsa__packed *paired) {
+                                      nsa__packed *paired, int *finite) {
     const nsa__matrix pairs = {paired, o->wide, 1, NULL};
+    if (finite && !o->pairs) *finite = nsa__finite_rows(o, &rows, n);
     if (!o->pairs) return rows;
-    o->pairs->pair_rows(n, o->wide, &rows, paired);
+    const int all = o->pairs->pair_rows(n, o->wide, &rows, paired);
+    if (finite) *finite = all;
     return pairs;
 }
 
@@ -7452,8 +7350,9 @@ static void nsa__round_rows(const nsa__operand *o, int rows, int n, ptrdiff_t ld
     if (o->pairs) o->pairs->round_rows(rows, n, ld, s);
 }
 
-/* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
-static int nsa__takes_factor(const nsa__operand *o) {
+/* Whether a product reads reals, which rows of every dtype may be widened to; and whether what was
+   loaded may be multiplied where it is, which would round pairs twice. */
+static int nsa__takes_reals(const nsa__operand *o) {
     return !o->pairs;
 }
 
@@ -7465,16 +7364,6 @@ static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
 /* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
 static nsa_real nsa__sum_scale(const nsa__operand *o) {
     return o->pairs ? o->scale : 1;
-}
-
-/* Whether n rows of a matrix are finite. */
-static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
-    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        o->pairs ? o->pairs->all_finite : o->tiles->all_finite;
-    if (!rows->rows) return all_finite(n, o->stride, rows->row, rows->data);
-    for (int i = 0; i < n; i++)
-        if (!all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
-    return 1;
 }
 
 /* Numbers of the format from row to row of a view, and whether products read its rows where they
@@ -8107,7 +7996,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
+        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide, NULL);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -8315,7 +8204,7 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
-    if (k.data || !p->k.pairs) {
+    if (k.data || nsa__takes_reals(&p->k)) {
         nsa__in_place_product(f, job, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
@@ -8329,26 +8218,22 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
 }
 
 /* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
-   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+   zeros. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
-    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
-    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
-    int done = 0;
-    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
-    if (v.data)
-        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
-    if (!done) {
+    int finite = 0;
+    if (!v.data && nsa__takes_reals(o))
+        v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
+    nsa__matrix values = v;
+    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &finite);
+    if (!finite) {
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
-        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
+        values = nsa__rows_for_over(o, b->present, v, f->paired, NULL);
     }
-    if (o->pairs && !ahead)
-        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
-    else
-        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
+    nsa__product_over(o, b->rows, b->present, weights, &values, out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------------
@@ -8420,7 +8305,7 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, scaled = nsa__takes_factor(o),
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o),
               in_place = nsa__rows_of_reals(x, o->width);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
@@ -9159,7 +9044,7 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, gates);
     const nsa_real g = gates[p->branch];
-    if (nsa__takes_factor(&p->v)) {
+    if (nsa__takes_reals(&p->v)) {
         p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
@@ -9217,7 +9102,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (gate && nsa__takes_factor(&p->v)) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
+    if (gate && nsa__takes_reals(&p->v)) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data)
@@ -9255,7 +9140,7 @@ static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p
     const nsa__operand *o = nsa__operand_at(p, i);
     const nsa__matrix left_t = {left, 1, p->cut.tile, NULL};
     const nsa__matrix by_row = {f->rows[i], o->stride, 1, x->row};
-    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired);
+    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired, NULL);
     nsa__product_over(o, x->n, x->rows, &left_t, &right, sum);
 }
 
@@ -9359,7 +9244,7 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
     const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
-    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired);
+    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired, NULL);
     nsa__backward_queries(f, p, &x, ds, n, &keys);
     nsa__backward_note(f, own, &b);
 }

@@ -129,7 +129,7 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->present, done = 0;
     nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
     f->nonfinite = 0;
-    if (k.data || !p->k.pairs) {
+    if (k.data || nsa__takes_reals(&p->k)) {
         nsa__in_place_product(f, job, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
@@ -143,24 +143,20 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
 }
 
 /* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
-   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+   zeros. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
-    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->present;
-    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
-    int done = 0;
-    if (!v.data && !o->pairs) v = nsa__rows_widened(f, job, &p->x->v, o, b->key, n);
-    if (v.data)
-        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
-    if (!done) {
+    int finite = 0;
+    if (!v.data && nsa__takes_reals(o))
+        v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
+    nsa__matrix values = v;
+    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &finite);
+    if (!finite) {
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
-        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
+        values = nsa__rows_for_over(o, b->present, v, f->paired, NULL);
     }
-    if (o->pairs && !ahead)
-        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
-    else
-        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
+    nsa__product_over(o, b->rows, b->present, weights, &values, out);
 }

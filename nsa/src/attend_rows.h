@@ -70,7 +70,7 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, scaled = nsa__takes_factor(o),
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o),
               in_place = nsa__rows_of_reals(x, o->width);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;

@@ -65,12 +65,24 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
-/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
+/* Whether n rows of a matrix of numbers are finite. */
+static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
+    const nsa__tiles *tiles = o->tiles;
+    if (!rows->rows) return tiles->all_finite(n, o->stride, rows->row, rows->data);
+    for (int i = 0; i < n; i++)
+        if (!tiles->all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+    return 1;
+}
+
+/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need.
+   `finite`, if it is there: whether all of them are. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
-                                      nsa__packed *paired) {
+                                      nsa__packed *paired, int *finite) {
     const nsa__matrix pairs = {paired, o->wide, 1, NULL};
+    if (finite && !o->pairs) *finite = nsa__finite_rows(o, &rows, n);
     if (!o->pairs) return rows;
-    o->pairs->pair_rows(n, o->wide, &rows, paired);
+    const int all = o->pairs->pair_rows(n, o->wide, &rows, paired);
+    if (finite) *finite = all;
     return pairs;
 }
 
@@ -89,8 +101,9 @@ static void nsa__round_rows(const nsa__operand *o, int rows, int n, ptrdiff_t ld
     if (o->pairs) o->pairs->round_rows(rows, n, ld, s);
 }
 
-/* Whether rows that were loaded may be multiplied where they are: pairs would round twice. */
-static int nsa__takes_factor(const nsa__operand *o) {
+/* Whether a product reads reals, which rows of every dtype may be widened to; and whether what was
+   loaded may be multiplied where it is, which would round pairs twice. */
+static int nsa__takes_reals(const nsa__operand *o) {
     return !o->pairs;
 }
 
@@ -102,16 +115,6 @@ static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
 /* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
 static nsa_real nsa__sum_scale(const nsa__operand *o) {
     return o->pairs ? o->scale : 1;
-}
-
-/* Whether n rows of a matrix are finite. */
-static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
-    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        o->pairs ? o->pairs->all_finite : o->tiles->all_finite;
-    if (!rows->rows) return all_finite(n, o->stride, rows->row, rows->data);
-    for (int i = 0; i < n; i++)
-        if (!all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
-    return 1;
 }
 
 /* Numbers of the format from row to row of a view, and whether products read its rows where they

@@ -3,24 +3,21 @@
    (nsa__pairs, tiles.h). */
 
 /* See nsa__pairs. */
-NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
-                                             nsa__result c, int singles, nsa_real factor) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result,
+                                     nsa_real factor) {
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right;
+    nsa__result c = *result;
     int j = 0;
+    b.rows = NULL; /* a constant, so that the loop over k has no test of it */
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
-        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, factor);
+        b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-}
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
-                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
-    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
-}
-NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
-                                             const nsa__matrix *b, const nsa__result *c) {
-    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+    for (; j < n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
+        NSA__T(columns)(1, m, k, a, b, c, factor);
 }
 
 /* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
@@ -81,19 +78,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-/* As nsa__tiles.finite: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
-    uint32_t lane[8] = {0}, sum = 0;
-    for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += 8)
-            for (int i = 0; i < 8; i++) {
-                uint32_t pair;
-                memcpy(&pair, x + j + i, sizeof pair);
-                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
-            }
-    for (int i = 0; i < 8; i++) sum |= lane[i];
-    return !(sum & 0x80008000u);
-}
+/* Finite as nsa__tiles.all_finite has it: both exponents of a pair at once. */
 NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
     NSA__T(bits) any = {0};
     uint32_t lane[NSA__L], sum = 0;
@@ -112,9 +97,8 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {
-    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
-    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
+                                         NSA__T(round_pairs), NSA__T(store)};
 
 #undef NSA__ISA
 #undef NSA__BYTES

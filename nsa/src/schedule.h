@@ -55,8 +55,6 @@ enum {
     NSA__SPLIT_MASKS = 256,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
-    /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
-    NSA__PIECE_ROWS = 6,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
     /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */

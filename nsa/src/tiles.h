@@ -97,9 +97,6 @@ typedef struct nsa__pairs {
        added to takes no factor. b has all rows in order. */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c, nsa_real factor);
-    /* the same for k single rows of b, as they lie in memory: two of them make a row of pairs */
-    void (*gemm_singles)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
-                         const nsa__result *c);
     /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
        zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
     int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
@@ -110,8 +107,6 @@ typedef struct nsa__pairs {
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
-    /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
-    int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
     /* as nsa__store of bf16 */
     void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;

@@ -46,19 +46,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-/* Pairs of row p of the right operand; or those that rows 2 p and 2 p + 1 of its `singles` rows
-   make. What lies behind the last row counts as 0, and so nothing there is multiplied. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
-}
 #else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
@@ -112,10 +99,6 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
-}
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
-    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
 #if NSA__BYTES
@@ -225,10 +208,9 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `scale` it
    begins with 0 and scale c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
+   tile rounds less than one chain through all of them. `factor` is for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -248,7 +230,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
@@ -265,19 +247,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
    piece of few rows waits for its own sums. The number of rows is a constant in each call, so that
    the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
         m -= rows;
         if (a.rows)
             a.rows += rows;
@@ -305,14 +286,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
