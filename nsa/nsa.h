@@ -7324,14 +7324,14 @@ static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int 
 }
 
 /* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need.
-   `finite`, if it is there: whether all of them are. */
+   `are_finite`, if it is there: whether all of them are. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
-                                      nsa__packed *paired, int *finite) {
+                                      nsa__packed *paired, int *are_finite) {
     const nsa__matrix pairs = {paired, o->wide, 1, NULL};
-    if (finite && !o->pairs) *finite = nsa__finite_rows(o, &rows, n);
+    if (are_finite && !o->pairs) *are_finite = nsa__finite_rows(o, &rows, n);
     if (!o->pairs) return rows;
     const int all = o->pairs->pair_rows(n, o->wide, &rows, paired);
-    if (finite) *finite = all;
+    if (are_finite) *are_finite = all;
     return pairs;
 }
 
@@ -8224,12 +8224,12 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
-    int finite = 0;
+    int done = 0;
     if (!v.data && nsa__takes_reals(o))
         v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
     nsa__matrix values = v;
-    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &finite);
-    if (!finite) {
+    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &done);
+    if (!done) {
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
         values = nsa__rows_for_over(o, b->present, v, f->paired, NULL);
     }

@@ -149,12 +149,12 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
-    int finite = 0;
+    int done = 0;
     if (!v.data && nsa__takes_reals(o))
         v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
     nsa__matrix values = v;
-    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &finite);
-    if (!finite) {
+    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &done);
+    if (!done) {
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
         values = nsa__rows_for_over(o, b->present, v, f->paired, NULL);
     }

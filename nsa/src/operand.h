@@ -75,14 +75,14 @@ static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int 
 }
 
 /* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need.
-   `finite`, if it is there: whether all of them are. */
+   `are_finite`, if it is there: whether all of them are. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
-                                      nsa__packed *paired, int *finite) {
+                                      nsa__packed *paired, int *are_finite) {
     const nsa__matrix pairs = {paired, o->wide, 1, NULL};
-    if (finite && !o->pairs) *finite = nsa__finite_rows(o, &rows, n);
+    if (are_finite && !o->pairs) *are_finite = nsa__finite_rows(o, &rows, n);
     if (!o->pairs) return rows;
     const int all = o->pairs->pair_rows(n, o->wide, &rows, paired);
-    if (finite) *finite = all;
+    if (are_finite) *are_finite = all;
     return pairs;
 }
 
