@@ -387,7 +387,7 @@ class Strangers(unittest.TestCase):
                    "go(); child = os.fork(); go(); os._exit(0) if not child else 0\n"
                    "print(os.waitpid(child, 0)[1], d.threads)")
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
-                               env={**os.environ, "PYTHONPATH": str(_library.FOLDER.parent), "OMP_NUM_THREADS": "2"})
+                               env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"})
         self.assertEqual(found.stdout.split(), ["0", "2"], found.stderr)
 
     def test_fields_that_a_function_does_not_use(self):
