@@ -3180,8 +3180,8 @@ typedef struct nsa__pairs {
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c, nsa_real factor);
     /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
-       zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
-    int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
+       zeros. `wide` is a multiple of 16. */
+    void (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
     /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
     void (*round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x);
     /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
@@ -6036,23 +6036,17 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-/* Finite as nsa__tiles.all_finite has it: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
-    NSA__T(bits) any = {0};
-    uint32_t lane[NSA__L], sum = 0;
+/* See nsa__pairs. */
+NSA__TARGET static void NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
     for (int r = 0; r < n; r += 2, to += wide) {
         const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
         if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
         for (int j = 0; j < wide; j += NSA__L) {
             NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
             if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
-            any |= (pairs & 0x7f807f80u) + 0x00800080u;
             NSA__TO(to + j) = (NSA__V)pairs;
         }
     }
-    memcpy(lane, &any, sizeof lane);
-    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
-    return !(sum & 0x80008000u);
 }
 
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
@@ -7315,24 +7309,12 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
-/* Whether n rows of a matrix of numbers are finite. */
-static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
-    const nsa__tiles *tiles = o->tiles;
-    if (!rows->rows) return tiles->all_finite(n, o->stride, rows->row, rows->data);
-    for (int i = 0; i < n; i++)
-        if (!tiles->all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
-    return 1;
-}
-
-/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need.
-   `are_finite`, if it is there: whether all of them are. */
+/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
-                                      nsa__packed *paired, int *are_finite) {
+                                      nsa__packed *paired) {
     const nsa__matrix pairs = {paired, o->wide, 1, NULL};
-    if (are_finite && !o->pairs) *are_finite = nsa__finite_rows(o, &rows, n);
     if (!o->pairs) return rows;
-    const int all = o->pairs->pair_rows(n, o->wide, &rows, paired);
-    if (are_finite) *are_finite = all;
+    o->pairs->pair_rows(n, o->wide, &rows, paired);
     return pairs;
 }
 
@@ -7997,7 +7979,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide, NULL);
+        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
@@ -8113,13 +8095,14 @@ typedef struct nsa__in_place {
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
     int scores_alone;    /* 1: there are no values */
+    int copies;          /* 1: values are copied, because a sum over them was not finite */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
-    f->scores_alone = 0;
+    f->scores_alone = f->copies = 0;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
@@ -8129,14 +8112,13 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
-/* Transposes the task's queries; columns behind the last are zeros. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
-                                const nsa_real *q, int rows) {
-    for (int c = 0; c < p->k.depth; c++) {
-        nsa_real *to = f->q_t + (ptrdiff_t)c * f->columns;
-        for (int r = 0; r < f->columns; r++)
-            to[r] = r < rows ? q[(ptrdiff_t)r * p->k.stride + c] : 0;
-    }
+/* Transposes the task's queries; columns behind the last are zeros, as what is behind q becomes. */
+static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p, nsa_real *q,
+                                int rows) {
+    const int stride = p->k.stride, behind = nsa__whole_vectors(rows) - rows;
+    memset(q + (ptrdiff_t)rows * stride, 0, (size_t)behind * (size_t)stride * sizeof *q);
+    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *q);
+    p->tiles->transpose(rows, p->k.depth, stride, q, f->columns, f->q_t);
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
@@ -8218,23 +8200,20 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
-   zeros. */
+/* out = out * shrink + p v for the batch's keys. A non-finite value makes its column of out
+   non-finite, whatever p is: nsa__forward_repeats sees it. Then values come from copies, where
+   non-finite rows are zeros. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
-    int done = 0;
-    if (!v.data && nsa__takes_reals(o))
-        v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
-    nsa__matrix values = v;
-    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &done);
-    if (!done) {
+    if (f->copies || (!v.data && !nsa__takes_reals(o)))
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
-        values = nsa__rows_for_over(o, b->present, v, f->paired, NULL);
-    }
-    nsa__product_over(o, b->rows, b->present, weights, &values, out);
+    else if (!v.data)
+        v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
+    v = nsa__rows_for_over(o, b->present, v, f->paired);
+    nsa__product_over(o, b->rows, b->present, weights, &v, out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------------
@@ -8477,7 +8456,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
 /* A forward task's scratch. */
 typedef struct nsa__forward {
     nsa__tile_iter iter;
-    nsa_real *q;              /* rows of the task, times scale */
+    nsa_real *q;              /* rows of the task, times scale, and up to 15 more */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
     nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
@@ -8492,7 +8471,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
             batch_rows = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
@@ -8542,7 +8521,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.step ? p->options.step->reads : NULL;
+    int64_t *reads = p->options.step && !f->in_place.copies ? p->options.step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
@@ -8618,6 +8597,15 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
+/* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in
+   place and a sum is not finite, so that one of them may not be. */
+static int nsa__forward_repeats(nsa__forward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const int rows = f->iter.queries * p->group, first = job->in_place && !f->in_place.copies;
+    if (!first || p->tiles->all_finite(rows, p->v.wide, p->v.wide, f->out)) return 0;
+    return f->in_place.copies = 1;
+}
+
 /* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
@@ -8631,13 +8619,15 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, nth);
-    while (nsa__tile_iter_next(&f.iter, job))
-        for (int i = 0; i < f.iter.tile_queries;) {
-            nsa__batch b = nsa__batch_at(&f.iter, job, i);
-            nsa__forward_batch(&f, job, &b);
-            i += b.queries;
-        }
+    do {
+        nsa__forward_begin(&f, job, nth);
+        while (nsa__tile_iter_next(&f.iter, job))
+            for (int i = 0; i < f.iter.tile_queries;) {
+                nsa__batch b = nsa__batch_at(&f.iter, job, i);
+                nsa__forward_batch(&f, job, &b);
+                i += b.queries;
+            }
+    } while (nsa__forward_repeats(&f, job));
     nsa__forward_end(&f, job);
 }
 
@@ -8658,6 +8648,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
 typedef struct nsa__split {
     const nsa__head_job *job; /* NULL: there is no such task */
     nsa__head_job own;        /* the job of one query, whose keys are gathered */
+    int64_t task;             /* which of the job's */
     nsa__forward f;
     int from;            /* of the tile's queries, the first of the next batch */
     int n, most;         /* batches at hand, and room for them */
@@ -8712,20 +8703,26 @@ static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
     return (nsa__split *)(void *)(all->team->scratch + all->team->scratch_bytes * (size_t)i);
 }
 
-/* Task i of those that are split, from its begin; jobs alternate. */
-static void nsa__split_begin(const nsa__splits *all, int i) {
+/* Task i of those that are split; jobs alternate. */
+static nsa__split *nsa__split_make(const nsa__splits *all, int i) {
     const nsa__head_job *job = &all->jobs[i % all->heads];
     const int task = i / all->heads;
     nsa__split s;
     nsa__arena a = {(char *)nsa__split_at(all, i), 0};
     nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
     *at = s;
-    if (task >= nsa__head_tasks(job)) return;
+    if (task >= nsa__head_tasks(job)) return at;
     at->job = job;
+    at->task = task;
     if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + task);
     for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
-    nsa__forward_begin(&at->f, at->job, task);
-    at->f.iter.tile_queries = 0;
+    return at;
+}
+
+/* The task from its begin. */
+static void nsa__split_begin(nsa__split *s) {
+    nsa__forward_begin(&s->f, s->job, s->task);
+    s->f.iter.tile_queries = s->from = 0;
 }
 
 /* Takes the next batches in hand; none is left if they are none. The last of a part prefetches the
@@ -8775,6 +8772,7 @@ static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *m
     part.batches = s->batches + (ptrdiff_t)nth * s->at_once;
     part.in_place = &mine->f.in_place;
     part.in_place->q_t = s->f.in_place.q_t;
+    part.in_place->copies = s->f.in_place.copies;
     for (int i = 0; i < part.n; i++) {
         part.of[i] = s->f;
         part.of[i].s = mine->p + i * rows * p->cut.tile;
@@ -8833,19 +8831,37 @@ static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
     nsa__split_sums(s, &part);
 }
 
-/* Runs `count` tasks of the jobs, fewer than the team has threads. */
-static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
-    const nsa__splits all = {jobs, team, heads, count};
-    const int others = (int)nsa__ceil_div(team->threads, count) - 1; /* threads at a task */
-    for (int i = 0; i < count; i++) nsa__split_begin(&all, i);
+/* The batches of all tasks that have some left. */
+static void nsa__split_batches(const nsa__splits *all) {
+    const nsa__team *team = all->team;
+    const int others = (int)nsa__ceil_div(team->threads, all->count) - 1; /* threads at a task */
     for (int64_t parts = 1; parts;) {
         parts = 0;
-        for (int i = 0; i < count; i++) {
-            nsa__split *s = nsa__split_at(&all, i);
+        for (int i = 0; i < all->count; i++) {
+            nsa__split *s = nsa__split_at(all, i);
             nsa__split_take(s, others * s->at_once);
             parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
         }
-        nsa__run(team, count * parts, nsa__split_task, &all);
+        nsa__run(team, all->count * parts, nsa__split_task, all);
+    }
+}
+
+/* Runs `count` tasks of the jobs, fewer than the team has threads. */
+static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
+    const nsa__splits all = {jobs, team, heads, count};
+    for (int i = 0; i < count; i++) {
+        nsa__split *s = nsa__split_make(&all, i);
+        if (s->job) nsa__split_begin(s);
+    }
+    for (int repeats = 1; repeats;) {
+        nsa__split_batches(&all);
+        repeats = 0;
+        for (int i = 0; i < count; i++) {
+            nsa__split *s = nsa__split_at(&all, i);
+            if (!s->job || !nsa__forward_repeats(&s->f, s->job)) continue;
+            nsa__split_begin(s);
+            repeats = 1;
+        }
     }
     for (int i = 0; i < count; i++) {
         nsa__split *s = nsa__split_at(&all, i);
@@ -9141,7 +9157,7 @@ static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p
     const nsa__operand *o = nsa__operand_at(p, i);
     const nsa__matrix left_t = {left, 1, p->cut.tile, NULL};
     const nsa__matrix by_row = {f->rows[i], o->stride, 1, x->row};
-    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired, NULL);
+    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired);
     nsa__product_over(o, x->n, x->rows, &left_t, &right, sum);
 }
 
@@ -9245,7 +9261,7 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
     const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
-    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired, NULL);
+    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired);
     nsa__backward_queries(f, p, &x, ds, n, &keys);
     nsa__backward_note(f, own, &b);
 }
@@ -9777,7 +9793,7 @@ static int nsa__scorer_pools(const nsa__attend_plan *p) {
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (!nsa__scorer_pools(p)) {

@@ -182,7 +182,7 @@ static void nsa__backward_keys(const nsa__backward *f, const nsa__attend_plan *p
     const nsa__operand *o = nsa__operand_at(p, i);
     const nsa__matrix left_t = {left, 1, p->cut.tile, NULL};
     const nsa__matrix by_row = {f->rows[i], o->stride, 1, x->row};
-    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired, NULL);
+    const nsa__matrix right = nsa__rows_for_over(o, x->rows, by_row, f->paired);
     nsa__product_over(o, x->n, x->rows, &left_t, &right, sum);
 }
 
@@ -286,7 +286,7 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
     const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
-    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired, NULL);
+    const nsa__matrix keys = nsa__rows_for_over(&p->k, n, listed, f->paired);
     nsa__backward_queries(f, p, &x, ds, n, &keys);
     nsa__backward_note(f, own, &b);
 }

@@ -17,7 +17,7 @@
 /* A forward task's scratch. */
 typedef struct nsa__forward {
     nsa__tile_iter iter;
-    nsa_real *q;              /* rows of the task, times scale */
+    nsa_real *q;              /* rows of the task, times scale, and up to 15 more */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
     nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
@@ -32,7 +32,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
             batch_rows = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
@@ -82,7 +82,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.step ? p->options.step->reads : NULL;
+    int64_t *reads = p->options.step && !f->in_place.copies ? p->options.step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
@@ -158,6 +158,15 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
+/* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in
+   place and a sum is not finite, so that one of them may not be. */
+static int nsa__forward_repeats(nsa__forward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const int rows = f->iter.queries * p->group, first = job->in_place && !f->in_place.copies;
+    if (!first || p->tiles->all_finite(rows, p->v.wide, p->v.wide, f->out)) return 0;
+    return f->in_place.copies = 1;
+}
+
 /* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
@@ -171,12 +180,14 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, nth);
-    while (nsa__tile_iter_next(&f.iter, job))
-        for (int i = 0; i < f.iter.tile_queries;) {
-            nsa__batch b = nsa__batch_at(&f.iter, job, i);
-            nsa__forward_batch(&f, job, &b);
-            i += b.queries;
-        }
+    do {
+        nsa__forward_begin(&f, job, nth);
+        while (nsa__tile_iter_next(&f.iter, job))
+            for (int i = 0; i < f.iter.tile_queries;) {
+                nsa__batch b = nsa__batch_at(&f.iter, job, i);
+                nsa__forward_batch(&f, job, &b);
+                i += b.queries;
+            }
+    } while (nsa__forward_repeats(&f, job));
     nsa__forward_end(&f, job);
 }

@@ -37,13 +37,14 @@ typedef struct nsa__in_place {
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
     int scores_alone;    /* 1: there are no values */
+    int copies;          /* 1: values are copied, because a sum over them was not finite */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
-    f->scores_alone = 0;
+    f->scores_alone = f->copies = 0;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
@@ -53,14 +54,13 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
-/* Transposes the task's queries; columns behind the last are zeros. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
-                                const nsa_real *q, int rows) {
-    for (int c = 0; c < p->k.depth; c++) {
-        nsa_real *to = f->q_t + (ptrdiff_t)c * f->columns;
-        for (int r = 0; r < f->columns; r++)
-            to[r] = r < rows ? q[(ptrdiff_t)r * p->k.stride + c] : 0;
-    }
+/* Transposes the task's queries; columns behind the last are zeros, as what is behind q becomes. */
+static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p, nsa_real *q,
+                                int rows) {
+    const int stride = p->k.stride, behind = nsa__whole_vectors(rows) - rows;
+    memset(q + (ptrdiff_t)rows * stride, 0, (size_t)behind * (size_t)stride * sizeof *q);
+    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *q);
+    p->tiles->transpose(rows, p->k.depth, stride, q, f->columns, f->q_t);
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
@@ -142,21 +142,18 @@ static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job, con
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
-   zeros. */
+/* out = out * shrink + p v for the batch's keys. A non-finite value makes its column of out
+   non-finite, whatever p is: nsa__forward_repeats sees it. Then values come from copies, where
+   non-finite rows are zeros. */
 static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
                                const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *o = &p->v;
     nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
-    int done = 0;
-    if (!v.data && nsa__takes_reals(o))
-        v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
-    nsa__matrix values = v;
-    if (v.data) values = nsa__rows_for_over(o, b->present, v, f->paired, &done);
-    if (!done) {
+    if (f->copies || (!v.data && !nsa__takes_reals(o)))
         v = nsa__rows_copied(f, job, &p->x->v, o, b);
-        values = nsa__rows_for_over(o, b->present, v, f->paired, NULL);
-    }
-    nsa__product_over(o, b->rows, b->present, weights, &values, out);
+    else if (!v.data)
+        v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
+    v = nsa__rows_for_over(o, b->present, v, f->paired);
+    nsa__product_over(o, b->rows, b->present, weights, &v, out);
 }

@@ -79,7 +79,7 @@ static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o,
             memset(to, 0, (size_t)wide / 2 * sizeof *to);
         else if (!nsa__copy_operand(o, to, x, from))
             nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide, NULL);
+        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
         for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }

@@ -17,6 +17,7 @@
 typedef struct nsa__split {
     const nsa__head_job *job; /* NULL: there is no such task */
     nsa__head_job own;        /* the job of one query, whose keys are gathered */
+    int64_t task;             /* which of the job's */
     nsa__forward f;
     int from;            /* of the tile's queries, the first of the next batch */
     int n, most;         /* batches at hand, and room for them */
@@ -71,20 +72,26 @@ static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
     return (nsa__split *)(void *)(all->team->scratch + all->team->scratch_bytes * (size_t)i);
 }
 
-/* Task i of those that are split, from its begin; jobs alternate. */
-static void nsa__split_begin(const nsa__splits *all, int i) {
+/* Task i of those that are split; jobs alternate. */
+static nsa__split *nsa__split_make(const nsa__splits *all, int i) {
     const nsa__head_job *job = &all->jobs[i % all->heads];
     const int task = i / all->heads;
     nsa__split s;
     nsa__arena a = {(char *)nsa__split_at(all, i), 0};
     nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
     *at = s;
-    if (task >= nsa__head_tasks(job)) return;
+    if (task >= nsa__head_tasks(job)) return at;
     at->job = job;
+    at->task = task;
     if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + task);
     for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
-    nsa__forward_begin(&at->f, at->job, task);
-    at->f.iter.tile_queries = 0;
+    return at;
+}
+
+/* The task from its begin. */
+static void nsa__split_begin(nsa__split *s) {
+    nsa__forward_begin(&s->f, s->job, s->task);
+    s->f.iter.tile_queries = s->from = 0;
 }
 
 /* Takes the next batches in hand; none is left if they are none. The last of a part prefetches the
@@ -134,6 +141,7 @@ static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *m
     part.batches = s->batches + (ptrdiff_t)nth * s->at_once;
     part.in_place = &mine->f.in_place;
     part.in_place->q_t = s->f.in_place.q_t;
+    part.in_place->copies = s->f.in_place.copies;
     for (int i = 0; i < part.n; i++) {
         part.of[i] = s->f;
         part.of[i].s = mine->p + i * rows * p->cut.tile;
@@ -192,19 +200,37 @@ static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
     nsa__split_sums(s, &part);
 }
 
-/* Runs `count` tasks of the jobs, fewer than the team has threads. */
-static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
-    const nsa__splits all = {jobs, team, heads, count};
-    const int others = (int)nsa__ceil_div(team->threads, count) - 1; /* threads at a task */
-    for (int i = 0; i < count; i++) nsa__split_begin(&all, i);
+/* The batches of all tasks that have some left. */
+static void nsa__split_batches(const nsa__splits *all) {
+    const nsa__team *team = all->team;
+    const int others = (int)nsa__ceil_div(team->threads, all->count) - 1; /* threads at a task */
     for (int64_t parts = 1; parts;) {
         parts = 0;
-        for (int i = 0; i < count; i++) {
-            nsa__split *s = nsa__split_at(&all, i);
+        for (int i = 0; i < all->count; i++) {
+            nsa__split *s = nsa__split_at(all, i);
             nsa__split_take(s, others * s->at_once);
             parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
         }
-        nsa__run(team, count * parts, nsa__split_task, &all);
+        nsa__run(team, all->count * parts, nsa__split_task, all);
+    }
+}
+
+/* Runs `count` tasks of the jobs, fewer than the team has threads. */
+static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
+    const nsa__splits all = {jobs, team, heads, count};
+    for (int i = 0; i < count; i++) {
+        nsa__split *s = nsa__split_make(&all, i);
+        if (s->job) nsa__split_begin(s);
+    }
+    for (int repeats = 1; repeats;) {
+        nsa__split_batches(&all);
+        repeats = 0;
+        for (int i = 0; i < count; i++) {
+            nsa__split *s = nsa__split_at(&all, i);
+            if (!s->job || !nsa__forward_repeats(&s->f, s->job)) continue;
+            nsa__split_begin(s);
+            repeats = 1;
+        }
     }
     for (int i = 0; i < count; i++) {
         nsa__split *s = nsa__split_at(&all, i);

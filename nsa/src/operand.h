@@ -65,24 +65,12 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
-/* Whether n rows of a matrix of numbers are finite. */
-static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
-    const nsa__tiles *tiles = o->tiles;
-    if (!rows->rows) return tiles->all_finite(n, o->stride, rows->row, rows->data);
-    for (int i = 0; i < n; i++)
-        if (!tiles->all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
-    return 1;
-}
-
-/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need.
-   `are_finite`, if it is there: whether all of them are. */
+/* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
-                                      nsa__packed *paired, int *are_finite) {
+                                      nsa__packed *paired) {
     const nsa__matrix pairs = {paired, o->wide, 1, NULL};
-    if (are_finite && !o->pairs) *are_finite = nsa__finite_rows(o, &rows, n);
     if (!o->pairs) return rows;
-    const int all = o->pairs->pair_rows(n, o->wide, &rows, paired);
-    if (are_finite) *are_finite = all;
+    o->pairs->pair_rows(n, o->wide, &rows, paired);
     return pairs;
 }
 

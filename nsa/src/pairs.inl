@@ -78,23 +78,17 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-/* Finite as nsa__tiles.all_finite has it: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
-    NSA__T(bits) any = {0};
-    uint32_t lane[NSA__L], sum = 0;
+/* See nsa__pairs. */
+NSA__TARGET static void NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
     for (int r = 0; r < n; r += 2, to += wide) {
         const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
         if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
         for (int j = 0; j < wide; j += NSA__L) {
             NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
             if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
-            any |= (pairs & 0x7f807f80u) + 0x00800080u;
             NSA__TO(to + j) = (NSA__V)pairs;
         }
     }
-    memcpy(lane, &any, sizeof lane);
-    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
-    return !(sum & 0x80008000u);
 }
 
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),

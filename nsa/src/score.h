@@ -50,7 +50,7 @@ static int nsa__scorer_pools(const nsa__attend_plan *p) {
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (!nsa__scorer_pools(p)) {

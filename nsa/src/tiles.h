@@ -98,8 +98,8 @@ typedef struct nsa__pairs {
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c, nsa_real factor);
     /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
-       zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
-    int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
+       zeros. `wide` is a multiple of 16. */
+    void (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
     /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
     void (*round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x);
     /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
