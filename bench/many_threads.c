@@ -15,7 +15,7 @@ static int note_end(int done);
     task(note_task((intptr_t)task, context, index), index, scratch), note_end(0)
 #define step(ordered, slot, scratch) \
     step(ordered, note_step(ordered, slot), scratch) ? note_end(1) : note_end(0)
-#include "problem.h"
+#include "decode.h"
 #undef task
 #undef step
 #include "command.h"
@@ -317,11 +317,10 @@ static double replay_ordered(const machine *m, const event *e, size_t count) {
 static const struct {
     nsa__task *task;
     const char *name;
-} names[] = {{nsa__pack_task, "pack"},
-             {nsa__forward_task, "attend"},
-             {nsa__key_gradient_task, "add dk, dv"},
-             {nsa__filter_task, "compress"},
-             {nsa__filter_input_gradient_task, "compress"},
+} names[] = {{nsa__pack_task, "pack"},           {nsa__forward_task, "attend"},
+             {nsa__split_begin, "split: begin"}, {nsa__split_go_on, "split: take, end"},
+             {nsa__split_task, "split: attend"}, {nsa__key_gradient_task, "add dk, dv"},
+             {nsa__filter_task, "compress"},     {nsa__filter_input_gradient_task, "compress"},
              {nsa__tokens_task, "gate"}};
 
 static const char *name_of(intptr_t what) {
@@ -439,8 +438,19 @@ static void measure(simulation *o, const shape *s) {
     problem_free(&p);
 }
 
+static nsa_status run_decode(problem *p) {
+    return run_step((decoding *)(void *)p, NSA_STEP); /* which the problem is the first part of */
+}
+
+static void measure_decode(simulation *o, const shape *s, int batch) {
+    decoding c;
+    decoding_make(&c, NSA_F32, s, batch, o->m.threads);
+    measure_pass(o, s, &c.p, "nsa", "step", run_decode);
+    decoding_free(&c);
+}
+
 typedef struct options {
-    int64_t threads;
+    int64_t threads, decode;
     double line;
     const char *json;
     option_list shapes;
@@ -460,6 +470,13 @@ static const option own[] = {
      .max = 1e9,
      .initial = "100",
      .help = "nanoseconds that a cache line takes from one core to another"},
+    {.flag = "--decode",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, decode),
+     .max = 4096,
+     .words = "BATCH",
+     .help = "a step of decoding of so many sequences alone; parts of one task that wait for each\n"
+             "other are replayed as if they did not"},
     {.flag = "--shape",
      .kind = OPTION_LIST,
      .offset = offsetof(options, shapes),
@@ -497,7 +514,12 @@ int main(int argc, char **argv) {
 #endif
     if (s.json) report_origin(s.json);
     if (s.json) fprintf(s.json, "  \"line_ns\": %.0f,\n  \"rows\": [", given.line);
-    for (int i = 0; i < (count ? count : 5); i++) measure(&s, &shapes[i]);
+    for (int i = 0; i < (count ? count : 5); i++) {
+        if (given.decode)
+            measure_decode(&s, &shapes[i], (int)given.decode);
+        else
+            measure(&s, &shapes[i]);
+    }
     if (s.json) fprintf(s.json, "\n  ]\n}\n");
     return s.json ? fclose(s.json) != 0 : 0;
 }

@@ -72,33 +72,34 @@ static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
     return (nsa__split *)(void *)(all->team->scratch + all->team->scratch_bytes * (size_t)i);
 }
 
-/* Task i of those that are split; jobs alternate. */
-static nsa__split *nsa__split_make(const nsa__splits *all, int i) {
-    const nsa__head_job *job = &all->jobs[i % all->heads];
-    const int task = i / all->heads;
-    nsa__split s;
-    nsa__arena a = {(char *)nsa__split_at(all, i), 0};
-    nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
-    *at = s;
-    if (task >= nsa__head_tasks(job)) return at;
-    at->job = job;
-    at->task = task;
-    if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + task);
-    for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
-    return at;
-}
-
-/* The task from its begin. */
-static void nsa__split_begin(nsa__split *s) {
+/* The task from its first tile on. */
+static void nsa__split_restart(nsa__split *s) {
     nsa__forward_begin(&s->f, s->job, s->task);
     s->f.iter.tile_queries = s->from = 0;
 }
 
-/* Takes the next batches in hand; none is left if they are none. The last of a part prefetches the
-   keys of the part that its thread is likely to take next: `apart` batches behind its own. */
-static void nsa__split_take(nsa__split *s, int apart) {
+/* Task i of those that are split; jobs alternate. */
+static void nsa__split_begin(const void *context, int64_t i, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    const nsa__head_job *job = &all->jobs[i % all->heads];
+    nsa__split s;
+    nsa__arena a = {(char *)nsa__split_at(all, i), 0};
+    nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
+    (void)scratch;
+    *at = s;
+    at->task = i / all->heads;
+    if (at->task >= nsa__head_tasks(job)) return;
+    at->job = job;
+    if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + (int)at->task);
+    for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
+    nsa__split_restart(at);
+}
+
+/* Takes the next batches in hand. The last of a part prefetches the keys of the part that its
+   thread is likely to take next: `apart` batches behind its own. */
+static void nsa__split_next(nsa__split *s, int apart) {
     nsa__tile_iter *it = &s->f.iter;
-    for (s->n = 0; s->job && s->n < s->most; s->n++) {
+    for (s->n = 0; s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
         if (s->from >= it->tile_queries) {
             if (!nsa__tile_iter_next(it, s->job)) break;
@@ -115,6 +116,24 @@ static void nsa__split_take(nsa__split *s, int apart) {
     for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
         s->batches[i].next_key = s->batches[i + 1 + apart].key;
     s->scored = s->joined = 0;
+}
+
+/* The next batches of task i, or its end if none is left. */
+static void nsa__split_go_on(const void *context, int64_t i, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    const int others = (int)nsa__ceil_div(all->team->threads, all->count) - 1; /* at a task */
+    nsa__split *s = nsa__split_at(all, i);
+    (void)scratch;
+    if (!s->job) return;
+    nsa__split_next(s, others * s->at_once);
+    if (s->n) return;
+    if (nsa__forward_repeats(&s->f, s->job)) {
+        nsa__split_restart(s);
+        nsa__split_next(s, others * s->at_once);
+    } else {
+        nsa__forward_end(&s->f, s->job);
+        s->job = NULL;
+    }
 }
 
 /* A part of the batches at hand, by one thread. */
@@ -200,40 +219,17 @@ static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
     nsa__split_sums(s, &part);
 }
 
-/* The batches of all tasks that have some left. */
-static void nsa__split_batches(const nsa__splits *all) {
-    const nsa__team *team = all->team;
-    const int others = (int)nsa__ceil_div(team->threads, all->count) - 1; /* threads at a task */
-    for (int64_t parts = 1; parts;) {
-        parts = 0;
-        for (int i = 0; i < all->count; i++) {
-            nsa__split *s = nsa__split_at(all, i);
-            nsa__split_take(s, others * s->at_once);
-            parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
-        }
-        nsa__run(team, all->count * parts, nsa__split_task, all);
-    }
-}
-
 /* Runs `count` tasks of the jobs, fewer than the team has threads. */
 static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
     const nsa__splits all = {jobs, team, heads, count};
-    for (int i = 0; i < count; i++) {
-        nsa__split *s = nsa__split_make(&all, i);
-        if (s->job) nsa__split_begin(s);
-    }
-    for (int repeats = 1; repeats;) {
-        nsa__split_batches(&all);
-        repeats = 0;
+    nsa__run(team, count, nsa__split_begin, &all);
+    for (int64_t parts = 1; parts;) {
+        parts = 0;
+        nsa__run(team, count, nsa__split_go_on, &all);
         for (int i = 0; i < count; i++) {
-            nsa__split *s = nsa__split_at(&all, i);
-            if (!s->job || !nsa__forward_repeats(&s->f, s->job)) continue;
-            nsa__split_begin(s);
-            repeats = 1;
+            const nsa__split *s = nsa__split_at(&all, i);
+            parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
         }
-    }
-    for (int i = 0; i < count; i++) {
-        nsa__split *s = nsa__split_at(&all, i);
-        if (s->job) nsa__forward_end(&s->f, s->job);
+        nsa__run(team, count * parts, nsa__split_task, &all);
     }
 }
