@@ -205,7 +205,7 @@ static double keys_of(const decoding *c, method m) {
 }
 
 /* The same as the library has counted it. */
-static double keys_counted(const decoding *c) {
+static inline double keys_counted(const decoding *c) {
     nsa_reads r = c->reads[0];
     return (double)(r.cmp + r.slc + r.win);
 }

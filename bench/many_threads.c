@@ -39,6 +39,7 @@ typedef struct record {
     event *events;
     size_t count, room;
     double last;            /* when the last event ended */
+    int depth;              /* tasks that have begun and not ended */
     const int32_t *leaving; /* where the step at hand writes what it has left */
 } record;
 
@@ -50,8 +51,11 @@ static double cpu_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* What a task runs within it is part of it: it notes no event of its own. */
 static event *note_begin(void) {
+    static event inner;
     record *r = &recording;
+    if (r->depth++) return &inner;
     if (r->count == r->room) {
         r->room = r->room ? 2 * r->room : 4096;
         r->events = (event *)realloc(r->events, r->room * sizeof *r->events);
@@ -70,7 +74,13 @@ static int is_attention(intptr_t what) {
            what == (intptr_t)nsa__key_gradient_task;
 }
 
+/* A step of decoding that is one task, whose parts threads share. */
+static int is_shared(intptr_t what, const void *context) {
+    return what == (intptr_t)nsa__decode_task && ((const nsa__decode_job *)context)->threads > 1;
+}
+
 static const void *note_task(intptr_t what, const void *context, int64_t index) {
+    if (is_shared(what, context)) return context;
     event *e = note_begin();
     e->what = what;
     e->task = (int32_t)index;
@@ -94,6 +104,7 @@ static void *note_step(const void *ordered, void *slot) {
 
 static int note_end(int done) {
     event *e = &recording.events[recording.count - 1];
+    if (!recording.depth || --recording.depth) return done;
     recording.last = cpu_seconds();
     e->seconds = recording.last - e->seconds;
     if (e->what) return done;
@@ -317,10 +328,15 @@ static double replay_ordered(const machine *m, const event *e, size_t count) {
 static const struct {
     nsa__task *task;
     const char *name;
-} names[] = {{nsa__pack_task, "pack"},           {nsa__forward_task, "attend"},
-             {nsa__split_begin, "split: begin"}, {nsa__split_go_on, "split: take, end"},
-             {nsa__split_task, "split: attend"}, {nsa__key_gradient_task, "add dk, dv"},
-             {nsa__filter_task, "compress"},     {nsa__filter_input_gradient_task, "compress"},
+} names[] = {{nsa__pack_task, "pack"},
+             {nsa__forward_task, "attend"},
+             {nsa__split_begin, "split: begin"},
+             {nsa__split_go_on, "split: take, end"},
+             {nsa__split_task, "split: attend"},
+             {nsa__key_gradient_task, "add dk, dv"},
+             {nsa__decode_task, "sequence"},
+             {nsa__filter_task, "compress"},
+             {nsa__filter_input_gradient_task, "compress"},
              {nsa__tokens_task, "gate"}};
 
 static const char *name_of(intptr_t what) {
@@ -439,7 +455,9 @@ static void measure(simulation *o, const shape *s) {
 }
 
 static nsa_status run_decode(problem *p) {
-    return run_step((decoding *)(void *)p, NSA_STEP); /* which the problem is the first part of */
+    decoding *c = (decoding *)(void *)p; /* which the problem is the first part of */
+    c->cache.desc.threads = p->d.threads;
+    return run_step(c, NSA_STEP);
 }
 
 static void measure_decode(simulation *o, const shape *s, int batch) {

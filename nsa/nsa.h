@@ -6417,6 +6417,13 @@ static int nsa__compress_begin(const nsa__compress_job *p) {
     return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
 }
 
+/* Whether the appended tokens complete a block of any sequence. */
+static int nsa__completes_blocks(nsa__compress_job *p) {
+    for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch; nsa__seq_next(p->d, &p->seq))
+        if (nsa__compress_begin(p) < p->seq.cmp_tokens) return 1;
+    return 0;
+}
+
 /* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
    out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. Tap j of a block is its token
    i d + j. */
@@ -6825,7 +6832,7 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     p.ring = (int)nsa__max(0, from);
     p.appends = from != NSA__FROM_START;
     /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
-    if (p.ring && nsa_cmp_count(d, d->first) == p.rows) return NSA_OK;
+    if (p.appends && !nsa__completes_blocks(&p)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -8524,7 +8531,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     int64_t *reads = p->options.step && !f->in_place.copies ? p->options.step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
-        int64_t query = f->iter.first - job->seq.first + b->query[i];
+        int64_t query = job->seq.row + f->iter.first - job->seq.first + b->query[i];
         if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
         if (b->mask[i] & nonfinite)
             memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
@@ -10836,35 +10843,35 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
     return NSA_OK;
 }
 
-/* What a task returns. It is read when all tasks have ended. */
+/* What a sequence and its heads of a task return. It is read when all tasks have ended. */
 typedef struct nsa__decode_result {
     int64_t reads[3]; /* of cmp, slc and win */
     nsa_status status;
 } nsa__decode_result;
 
-/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More, or fewer kv heads than
-   threads: one task per sequence; a single sequence uses all threads. */
+/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence.
+   Or one task of all sequences, which uses all threads: see nsa__decode_whole. */
 typedef struct nsa__decode_job {
     const nsa_attention *x;
     nsa_cache *cache;
     int count;                   /* new tokens of every sequence, at most */
-    const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
+    int32_t *counts;             /* of every sequence: its new tokens */
     int parts;                   /* tasks of a sequence: its kv heads, or 1 */
-    int single_task;             /* 1: there is one task, and it uses all threads */
+    int sequences;               /* of a task: 1, or all of the batch */
     int threads;                 /* of a task */
-    size_t shared;               /* bytes of workspace for the results */
+    size_t shared;               /* bytes of workspace for counts and results */
     size_t bytes;                /* bytes of workspace for a task */
-    nsa__decode_result *results; /* of every task */
+    nsa__decode_result *results; /* of every sequence and part */
 } nsa__decode_job;
 
-/* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
-   keys up to them; its share of the heads. */
-static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
+/* The geometry of a task from sequence b on: the new tokens as queries behind those that the cache
+   holds, over all keys up to them; its share of the heads. */
+static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
     nsa_desc d = p->cache->desc;
-    d.batch = 1;
-    d.tokens = length + count;
-    d.first = length;
-    d.count = count;
+    d.batch = p->sequences;
+    d.firsts = p->cache->lengths + b;
+    d.counts = p->counts + b;
+    d.count = p->count;
     d.threads = p->threads;
     d.gate_heads /= p->parts;
     d.heads /= p->parts;
@@ -10872,19 +10879,22 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count
     return d;
 }
 
-/* x as sequence b of the batch from kv head `head` on, over the cache's keys. */
+/* x from sequence b of the batch and kv head `head` on, over the cache's keys. `packed`: sequences
+   of one new token are rows of one, as nsa_desc has queries where there are counts. */
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
-                                       int head) {
+                                       int head, int packed) {
     const nsa_desc *d = &cache->desc;
     int64_t group = d->heads / d->kv_heads;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
-    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
-                           &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
-    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__view_at(*views[i], b, 0, group * head);
+    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win, &one.lse_cmp,
+                           &one.lse_slc, &one.lse_win, &one.out,     &one.gates,   &one.blocks};
     one.gates = nsa__view_at(one.gates, b, 0, (int64_t)d->gate_heads / d->kv_heads * head);
     one.blocks = nsa__view_at(one.blocks, b, 0, head);
+    for (int i = 0; i < 10; i++) {
+        if (i < 8) *views[i] = nsa__view_at(*views[i], b, 0, group * head);
+        if (packed) views[i]->token = views[i]->batch;
+    }
     one.k_slc = nsa__view_at(cache->k_slc, b, 0, head);
     one.v_slc = nsa__view_at(cache->v_slc, b, 0, head);
     one.k_win = nsa__view_at(cache->k_win, b, 0, head);
@@ -10904,16 +10914,17 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
 
 /* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
    */
-static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
+static void nsa__decode_append(const nsa__decode_job *p, int b, int head, int kv_heads) {
     nsa__cache_part parts[NSA__PARTS];
     nsa_tensor inputs[NSA__INPUTS];
     nsa_real row[NSA__MAX_DIM];
     nsa__cache_parts(p->cache, parts);
     nsa__cache_inputs(p->x, inputs);
     for (int i = 0; i < NSA__INPUTS; i++)
-        for (int t = 0; t < d->count; t++)
-            for (int h = head; h < head + d->kv_heads; h++) {
-                int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
+        for (int t = 0; t < p->counts[b]; t++)
+            for (int h = head; h < head + kv_heads; h++) {
+                int64_t at = p->cache->lengths[b] + t;
+                if (parts[i].ring) at %= parts[i].ring;
                 nsa__load(row, inputs[i].dtype, nsa__row(&inputs[i], b, t, h), parts[i].width);
                 nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
                            parts[i].width);
@@ -10921,76 +10932,97 @@ static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const 
 }
 
 /* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
-   `reads` has count x kv_heads numbers of each branch. */
-static nsa_status nsa__decode_attend(const nsa_attention *one, nsa_cache *cache, const nsa_desc *d,
-                                     int64_t *reads, void *workspace, size_t bytes) {
+   `reads`, by branch, has a number for each of them and kv head. */
+static nsa_status nsa__decode_attend(const nsa_attention *x, nsa_cache *cache, const nsa_desc *d,
+                                     int64_t *const reads[3], void *workspace, size_t bytes) {
     nsa__cache_part parts[NSA__PARTS];
     nsa__chain_plan chain;
-    const int64_t each = (int64_t)d->count * d->kv_heads;
     nsa__cache_parts(cache, parts);
     const nsa__step steps[] = {
-        {0, reads}, {0, reads + each}, {parts[NSA__PART_K_WIN].ring, reads + 2 * each}};
-    nsa__chain_plan_make(&chain, one, d, steps);
-    return nsa__chain_run(&chain, one, d, parts[NSA__PART_K_RAW].ring, workspace, bytes);
-}
-
-static int nsa__decode_count(const nsa__decode_job *p, int b) {
-    return p->counts ? p->counts[b] : p->count;
+        {0, reads[NSA__CMP]}, {0, reads[NSA__SLC]}, {parts[NSA__PART_K_WIN].ring, reads[NSA__WIN]}};
+    nsa__chain_plan_make(&chain, x, d, steps);
+    return nsa__chain_run(&chain, x, d, parts[NSA__PART_K_RAW].ring, workspace, bytes);
 }
 
 /* One task: append, compress, attend. It returns its status through p->results, because a task has
    no caller that could look at it. Its workspace is the thread's scratch. */
 static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     const nsa__decode_job *p = (const nsa__decode_job *)context;
-    int b = (int)(nth / p->parts), head = (int)(nth % p->parts);
+    const int b = (int)(nth / p->parts), head = (int)(nth % p->parts);
+    const nsa_desc d = nsa__decode_desc(p, b);
     nsa__decode_result *result = &p->results[nth];
     nsa__arena a = nsa__arena_at(scratch);
-    memset(result, 0, sizeof *result);
-    if (!nsa__decode_count(p, b)) return;
-    nsa_desc d = nsa__decode_desc(p, p->cache->lengths[b], nsa__decode_count(p, b));
-    nsa_attention one = nsa__decode_views(p->x, p->cache, b, head);
-    int64_t each = (int64_t)d.count * d.kv_heads; /* of a branch's reads */
-    int64_t *reads = (int64_t *)nsa__alloc(&a, 3 * each, sizeof *reads);
+    int64_t rows = 0, at = 0, *reads[3];
+    for (int i = 0; i < p->sequences; i++) rows += d.counts[i];
+    for (int i = 0; i < 3; i++)
+        reads[i] = (int64_t *)nsa__alloc(&a, rows * d.kv_heads, sizeof **reads);
+    memset(result, 0, (size_t)p->sequences * sizeof *result);
     size_t used = (size_t)(a.base + a.used - (char *)scratch);
-    if (p->bytes < used) {
-        result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-        return;
-    }
-    memset(reads, 0, 3 * (size_t)each * sizeof *reads);
-    nsa__decode_append(p, b, head, &d);
+    if (p->bytes < used) result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    if (p->bytes < used || !rows) return;
+    for (int i = 0; i < 3; i++) memset(reads[i], 0, (size_t)(rows * d.kv_heads) * sizeof **reads);
+    for (int i = 0; i < p->sequences; i++) nsa__decode_append(p, b + i, head, d.kv_heads);
+    const nsa_attention one = nsa__decode_views(p->x, p->cache, b, head, p->sequences > 1);
     result->status =
         nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
-    for (int64_t i = 0; i < 3 * each; i++) result->reads[i / each] += reads[i];
+    for (int i = 0; i < p->sequences; i++)
+        for (int64_t end = at + (int64_t)d.counts[i] * d.kv_heads; at < end; at++)
+            for (int k = 0; k < 3; k++) result[i].reads[k] += reads[k][at];
 }
 
-/* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
-   sequence that is alone. Sizes are those of a full cache, so that the workspace stays the same
+/* Whether a call is one task of all sequences: of one that is large or has few heads; of several,
+   whose new tokens must be one row each, if there are threads enough for two at each head. */
+static int nsa__decode_whole(const nsa_desc *all, int count, const int32_t *counts) {
+    const int threads = nsa__threads(all);
+    if (all->batch == 1) return count > nsa__batch_queries(all) || threads > all->kv_heads;
+    for (int b = 0; b < all->batch; b++)
+        if ((counts ? counts[b] : count) != 1) return 0;
+    return threads / 2 >= (int64_t)all->batch * all->kv_heads;
+}
+
+/* What the tasks share. */
+static void nsa__decode_layout(nsa__decode_job *p, nsa__arena *shared) {
+    const int64_t batch = p->cache->desc.batch;
+    p->counts = (int32_t *)nsa__alloc(shared, batch, sizeof *p->counts);
+    p->results = (nsa__decode_result *)nsa__alloc(shared, batch * p->parts, sizeof *p->results);
+}
+
+/* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of the
+   one task of a whole call. Sizes are those of a full cache, so that the workspace stays the same
    while sequences grow. */
 static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
-                                        int threads) {
+                                        int threads, int whole) {
     const nsa_desc *all = &cache->desc;
-    nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
+    const int few = count <= nsa__batch_queries(all);
+    nsa__decode_job p = {x, cache, (int)nsa__min(count, all->tokens), NULL, 1, 1, 1, 0, 0, NULL};
     nsa__chain_plan chain;
     nsa__arena shared = {NULL, 0}, task = {NULL, 0};
-    p.single_task =
-        all->batch == 1 && (count > nsa__batch_queries(all) || nsa__threads(all) > all->kv_heads);
-    if (count <= nsa__batch_queries(all) && !p.single_task) p.parts = all->kv_heads;
-    if (p.single_task) p.threads = threads;
-    count = (int)nsa__min(count, all->tokens);
-    nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
-    nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
-    nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
+    if (whole)
+        p.sequences = all->batch, p.threads = threads;
+    else if (few)
+        p.parts = all->kv_heads;
+    nsa_desc d = nsa__decode_desc(&p, 0);
+    d.firsts = d.counts = NULL;
+    d.first = d.tokens - d.count;
+    nsa__decode_layout(&p, &shared);
+    for (int i = 0; i < 3; i++)
+        nsa__alloc(&task, (int64_t)p.sequences * p.count * d.kv_heads, sizeof(int64_t));
     nsa__chain_plan_make(&chain, x, &d, NULL);
     p.shared = shared.used;
     p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
 }
 
+/* Of all cuts of so many tokens: `counts` decides too. */
 static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
-    nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
-    nsa_desc d = cache.desc;
-    if (p.single_task) d.threads = 1;
-    return nsa__workspace_bytes(&d, p.shared, p.bytes);
+    size_t most = 0;
+    for (int whole = nsa__decode_whole(&cache.desc, count, NULL); whole >= 0; whole--) {
+        const nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads, whole);
+        nsa_desc d = cache.desc;
+        if (whole) d.threads = 1;
+        most = nsa__larger(most, nsa__workspace_bytes(&d, p.shared, p.bytes));
+    }
+    return most;
 }
 
 /* A smaller count can be split into other tasks and need more memory, so take the larger of both
@@ -11008,7 +11040,7 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
                                           int count) {
     nsa_desc d = cache->desc;
     d.count = (int)nsa__min(count, d.tokens);
-    const nsa_attention all = nsa__decode_views(x, cache, 0, 0);
+    const nsa_attention all = nsa__decode_views(x, cache, 0, 0, 0);
     NSA__CHECK(nsa__attention_check(&all, &d, 1));
     return nsa__check_inputs(&nsa__cpu, x, &d);
 }
@@ -11034,7 +11066,7 @@ static int64_t nsa__decode_work(const nsa__decode_job *p) {
     const nsa_desc *d = &p->cache->desc;
     int64_t keys = 0;
     for (int b = 0; b < d->batch; b++) {
-        int count = nsa__decode_count(p, b), held = p->cache->lengths[b] + count;
+        int count = p->counts[b], held = p->cache->lengths[b] + count;
         keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
                          nsa__min((int64_t)d->slc_count * d->slc_block, held));
     }
@@ -11045,17 +11077,17 @@ static int64_t nsa__decode_work(const nsa__decode_job *p) {
    `newest` grows before, because a task that fails has written to the rings already. */
 static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa_reads *reads) {
     nsa_cache *cache = p->cache;
-    int64_t tasks = (int64_t)cache->desc.batch * p->parts;
+    const int64_t results = (int64_t)cache->desc.batch * p->parts, tasks = results / p->sequences;
     for (int b = 0; b < cache->desc.batch; b++) {
-        int length = cache->lengths[b] + nsa__decode_count(p, b);
+        int length = cache->lengths[b] + p->counts[b];
         if (cache->newest[b] < length) cache->newest[b] = length;
     }
     nsa__run(team, tasks, nsa__decode_task, p);
     for (int64_t i = 0; i < tasks; i++)
         if (p->results[i].status != NSA_OK) return p->results[i].status;
-    for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
+    for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += p->counts[b];
     if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
-    for (int64_t i = 0; reads && i < tasks; i++) {
+    for (int64_t i = 0; reads && i < results; i++) {
         reads[i / p->parts].cmp += p->results[i].reads[NSA__CMP];
         reads[i / p->parts].slc += p->results[i].reads[NSA__SLC];
         reads[i / p->parts].win += p->results[i].reads[NSA__WIN];
@@ -11070,17 +11102,19 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
                               const int32_t *counts, nsa_reads *reads, void *workspace,
                               size_t bytes) {
     nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__decode_check(x, cache, count, counts));
     nsa_desc d = cache->desc;
-    nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
-    if (p.single_task) d.threads = 1;
+    const int whole = nsa__decode_whole(&d, count, counts);
+    nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1, whole);
+    if (whole) d.threads = 1;
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
-    p.counts = counts;
-    p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
-    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p), 0);
-    if (p.single_task) { /* gets all of the workspace, whose size decides how many threads */
-        const int awake = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p), 0) > 1;
-        p.threads = awake ? cache->desc.threads : 1;
+    nsa__decode_layout(&p, &shared);
+    for (int b = 0; b < d.batch; b++) p.counts[b] = counts ? counts[b] : count;
+    const int worth = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p), 0);
+    team.threads = (int)nsa__min(team.threads, worth);
+    if (whole) { /* gets all of the workspace, whose size decides how many threads */
+        p.threads = worth > 1 ? cache->desc.threads : 1;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }
     return nsa__decode_run(&p, &team, reads);

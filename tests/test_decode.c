@@ -705,8 +705,8 @@ static void test_statuses(world *w, int count) {
         memcpy(to[i]->data, row_at(from[i], TOKENS, 0, 100), (size_t)count * row_bytes(to[i]));
     put_gates((float *)x.gates.data, (const float *)row_at(&whole->gates, TOKENS, 0, 100), count,
               w->g->kv_heads);
-    nsa__decode_job p = nsa__decode_plan(&x, &w->cache, count, 1);
-    CHECK(!p.single_task && p.threads == 1,
+    nsa__decode_job p = nsa__decode_plan(&x, &w->cache, count, 1, 0);
+    CHECK(p.sequences == 1 && p.threads == 1,
           "several sequences: threads take one each, not one together");
     nsa__team team = {1, (char *)w->workspace + p.shared, p.bytes};
     p.results = (nsa__decode_result *)w->workspace;

@@ -85,7 +85,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     int64_t *reads = p->options.step && !f->in_place.copies ? p->options.step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
-        int64_t query = f->iter.first - job->seq.first + b->query[i];
+        int64_t query = job->seq.row + f->iter.first - job->seq.first + b->query[i];
         if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
         if (b->mask[i] & nonfinite)
             memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);

@@ -61,6 +61,13 @@ static int nsa__compress_begin(const nsa__compress_job *p) {
     return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
 }
 
+/* Whether the appended tokens complete a block of any sequence. */
+static int nsa__completes_blocks(nsa__compress_job *p) {
+    for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch; nsa__seq_next(p->d, &p->seq))
+        if (nsa__compress_begin(p) < p->seq.cmp_tokens) return 1;
+    return 0;
+}
+
 /* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
    out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. Tap j of a block is its token
    i d + j. */
@@ -469,7 +476,7 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     p.ring = (int)nsa__max(0, from);
     p.appends = from != NSA__FROM_START;
     /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
-    if (p.ring && nsa_cmp_count(d, d->first) == p.rows) return NSA_OK;
+    if (p.appends && !nsa__completes_blocks(&p)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
