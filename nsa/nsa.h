@@ -1983,8 +1983,8 @@ NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int
 }
 
 /* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
-   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In-place
-   keys are the exception: there the scores are checked afterwards. */
+   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
+   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
 static int nsa__clear_nonfinite(nsa_real *row, int n) {
     if (nsa__all_finite(row, n)) return 1;
     memset(row, 0, (size_t)n * sizeof *row);
