@@ -322,13 +322,6 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
     return f;
 }
 
-/* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *slot) {
-    const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
-    nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
-    nsa__write(&slot->wait_tile, -1);
-}
-
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
    may add it. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
@@ -392,8 +385,7 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
         nsa__tile_iter_next(it, job);
         slot->started = 1;
         slot->migrated = 0;
-    } else if (f->pending &&
-               nsa__may_enter(ordered, slot->predecessor, f->pending_last[f->oldest])) {
+    } else if (f->pending && nsa__may_enter(ordered, slot->task, f->pending_last[f->oldest])) {
         nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
@@ -440,8 +432,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
 static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
-    nsa__ordered ordered = {
-        0, jobs->progress, jobs, nsa__backward_assign, nsa__backward_step, slot.used, scratch.used};
+    const nsa__ordered ordered = {0,         jobs->heads, jobs->progress, jobs, nsa__backward_step,
+                                  slot.used, scratch.used};
     return ordered;
 }
 
