@@ -7408,9 +7408,8 @@ typedef struct nsa__step {
     int64_t *reads; /* of each query and kv head: how many keys it has read */
 } nsa__step;
 
-/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
+/* What the chain and the cache ask of a branch beside its views. All zeros: nothing. */
 typedef struct nsa__attend_options {
-    const nsa_select *select;  /* NULL, or cmp's forward writes lists too, to this view */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
     const nsa__step *step;     /* forward: NULL, or it is a step's */
@@ -7420,6 +7419,7 @@ typedef struct nsa__attend_options {
    bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
 typedef struct nsa__attend_plan {
     const nsa_attend *x, *dx; /* NULL in a size query */
+    const nsa_select *select; /* NULL, or lists are written to it: in the chain by cmp too */
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
@@ -8417,7 +8417,7 @@ static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, 
 
 /* Stores a query's scores if they are asked for. */
 static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
-    const nsa_tensor *to = &job->plan->options.select->scores;
+    const nsa_tensor *to = &job->plan->select->scores;
     const nsa_desc *d = job->plan->d;
     if (to->data)
         nsa__store_reals(nsa__list_row(job, to, query), scores,
@@ -8430,7 +8430,7 @@ static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real 
     const nsa__attend_plan *p = job->plan;
     nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
               nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
-              (int32_t *)nsa__list_row(job, &p->options.select->blocks, query));
+              (int32_t *)nsa__list_row(job, &p->select->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -8439,7 +8439,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
                                 const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *p_cmp = &p->options.select->p_cmp;
+    const nsa_tensor *p_cmp = &p->select->p_cmp;
     int group = p->group;
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
@@ -8496,7 +8496,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
     f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
+    if (p->select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
     nsa__in_place_alloc(&f->in_place, p, a);
 }
@@ -8520,8 +8520,8 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
    in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
                                      const nsa__batch *b, ptrdiff_t *apart) {
-    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
-    return p->options.select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
+    *apart = p->select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
+    return p->select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
 }
 
 /* f->s = p, the softmax so far of scores s, as pairs if v is. l sums p before it is rounded. */
@@ -8600,7 +8600,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     }
     if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+    if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
@@ -8612,7 +8612,7 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
         nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
-    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
+    if (p->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 /* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
@@ -8868,7 +8868,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
-        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
@@ -8876,7 +8876,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return in_place;
 }
 
-/* Plans for `x`, which is NULL in a size query; `select` and `step`: see nsa__attend_options. */
+/* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, const nsa_select *select,
                                           const nsa__step *step) {
@@ -8885,7 +8885,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options.select = select;
+    p.select = select;
     p.options.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
@@ -8949,7 +8949,7 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
-        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+        if (p->select) nsa__fill_stencil(&jobs[i]);
     }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
@@ -10002,7 +10002,7 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     attend.k = to->k;
     attend.lse = to->lse;
     nsa__attend_plan p = nsa__scorer_plan(&attend, d, x != NULL);
-    p.options.select = to;
+    p.select = to;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
@@ -10081,7 +10081,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     memset(&to, 0, sizeof to);
     to.blocks = x->blocks;
     nsa__attend_plan p = nsa__attend_plan_of(NULL, NULL, d, NSA__DENSE, 1, 1);
-    p.options.select = &to;
+    p.select = &to;
     rank.job = nsa__job_make(&p);
     rank.scores = &x->scores;
     nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);

@@ -286,7 +286,7 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     attend.k = to->k;
     attend.lse = to->lse;
     nsa__attend_plan p = nsa__scorer_plan(&attend, d, x != NULL);
-    p.options.select = to;
+    p.select = to;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
