@@ -7312,6 +7312,13 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
+/* n rows of it, side by side, as `columns` columns of `to`; those behind the last are zeros. */
+static void nsa__rows_to_columns(const nsa__operand *o, int n, const nsa_real *rows, int columns,
+                                 nsa_real *to) {
+    for (int c = 0; c < o->depth; c++, to += columns)
+        for (int r = 0; r < columns; r++) to[r] = r < n ? rows[(ptrdiff_t)r * o->stride + c] : 0;
+}
+
 /* Whether n rows of a matrix of numbers are finite. */
 static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
     const nsa__tiles *tiles = o->tiles;
@@ -8126,16 +8133,6 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
-/* Transposes the task's queries; columns behind the last are zeros. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
-                                const nsa_real *q, int rows) {
-    for (int c = 0; c < p->k.depth; c++) {
-        nsa_real *to = f->q_t + (ptrdiff_t)c * f->columns;
-        for (int r = 0; r < f->columns; r++)
-            to[r] = r < rows ? q[(ptrdiff_t)r * p->k.stride + c] : 0;
-    }
-}
-
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
 static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job *job,
                                      const nsa_tensor *x, const nsa__operand *o, int begin, int n) {
@@ -8513,7 +8510,8 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
-    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+    if (job->in_place)
+        nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
 }
 
 /* Where the scores of a batch go, and how far apart its rows are. If lists are selected, they stay
@@ -9066,18 +9064,6 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     return nsa__dot(out, dout, wide);
 }
 
-/* dout and q as columns; behind the last row there are zeros. */
-static void nsa__alone_begin(const nsa__backward *f, const nsa__attend_plan *p) {
-    const int columns = nsa__whole_vectors(p->group);
-    for (int i = 0; i < 2; i++) {
-        const nsa__operand *o = nsa__operand_at(p, i);
-        nsa_real *to = f->columns[i];
-        for (int c = 0; c < o->depth; c++, to += columns)
-            for (int r = 0; r < columns; r++)
-                to[r] = r < p->group ? f->rows[i][(ptrdiff_t)r * o->stride + c] : 0;
-    }
-}
-
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
@@ -9107,7 +9093,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
-    if (job->gathers) nsa__alone_begin(f, p);
+    for (int i = 0; job->gathers && i < 2; i++)
+        nsa__rows_to_columns(nsa__operand_at(p, i), rows, f->rows[i], nsa__whole_vectors(rows),
+                             f->columns[i]);
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
@@ -9925,7 +9913,8 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
-    nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
+    nsa__rows_to_columns(&job->plan->k, f.iter.queries * job->plan->group, f.q, f.in_place.columns,
+                         f.in_place.q_t);
     nsa__scorer_tiles(&f, job, nth * tiles, tiles);
 }
 

@@ -110,18 +110,6 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     return nsa__dot(out, dout, wide);
 }
 
-/* dout and q as columns; behind the last row there are zeros. */
-static void nsa__alone_begin(const nsa__backward *f, const nsa__attend_plan *p) {
-    const int columns = nsa__whole_vectors(p->group);
-    for (int i = 0; i < 2; i++) {
-        const nsa__operand *o = nsa__operand_at(p, i);
-        nsa_real *to = f->columns[i];
-        for (int c = 0; c < o->depth; c++, to += columns)
-            for (int r = 0; r < columns; r++)
-                to[r] = r < p->group ? f->rows[i][(ptrdiff_t)r * o->stride + c] : 0;
-    }
-}
-
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
@@ -151,7 +139,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
-    if (job->gathers) nsa__alone_begin(f, p);
+    for (int i = 0; job->gathers && i < 2; i++)
+        nsa__rows_to_columns(nsa__operand_at(p, i), rows, f->rows[i], nsa__whole_vectors(rows),
+                             f->columns[i]);
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and

@@ -56,7 +56,8 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
-    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+    if (job->in_place)
+        nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
 }
 
 /* Where the scores of a batch go, and how far apart its rows are. If lists are selected, they stay

@@ -53,16 +53,6 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
-/* Transposes the task's queries; columns behind the last are zeros. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
-                                const nsa_real *q, int rows) {
-    for (int c = 0; c < p->k.depth; c++) {
-        nsa_real *to = f->q_t + (ptrdiff_t)c * f->columns;
-        for (int r = 0; r < f->columns; r++)
-            to[r] = r < rows ? q[(ptrdiff_t)r * p->k.stride + c] : 0;
-    }
-}
-
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
 static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job *job,
                                      const nsa_tensor *x, const nsa__operand *o, int begin, int n) {

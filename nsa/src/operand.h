@@ -65,6 +65,13 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
+/* n rows of it, side by side, as `columns` columns of `to`; those behind the last are zeros. */
+static void nsa__rows_to_columns(const nsa__operand *o, int n, const nsa_real *rows, int columns,
+                                 nsa_real *to) {
+    for (int c = 0; c < o->depth; c++, to += columns)
+        for (int r = 0; r < columns; r++) to[r] = r < n ? rows[(ptrdiff_t)r * o->stride + c] : 0;
+}
+
 /* Whether n rows of a matrix of numbers are finite. */
 static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
     const nsa__tiles *tiles = o->tiles;
