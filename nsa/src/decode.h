@@ -142,15 +142,10 @@ typedef struct nsa__decode_job {
 /* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
    keys up to them; its share of the heads. */
 static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
-    nsa_desc d = p->cache->desc;
-    d.batch = 1;
-    d.tokens = length + count;
+    const nsa_desc *all = &p->cache->desc;
+    nsa_desc d = nsa__slice_desc(all, length + count, count, all->kv_heads / p->parts);
     d.first = length;
-    d.count = count;
     d.threads = p->threads;
-    d.gate_heads /= p->parts;
-    d.heads /= p->parts;
-    d.kv_heads /= p->parts;
     return d;
 }
 
@@ -158,23 +153,21 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
                                        int head) {
     const nsa_desc *d = &cache->desc;
-    int64_t group = d->heads / d->kv_heads;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
-    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
-                           &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
-    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__view_at(*views[i], b, 0, group * head);
-    one.gates = nsa__view_at(one.gates, b, 0, (int64_t)d->gate_heads / d->kv_heads * head);
-    one.blocks = nsa__view_at(one.blocks, b, 0, head);
-    one.k_slc = nsa__view_at(cache->k_slc, b, 0, head);
-    one.v_slc = nsa__view_at(cache->v_slc, b, 0, head);
-    one.k_win = nsa__view_at(cache->k_win, b, 0, head);
-    one.v_win = nsa__view_at(cache->v_win, b, 0, head);
+    nsa__seq seq;
+    memset(&seq, 0, sizeof seq);
+    seq.batch = seq.keys.batch = seq.cmp.batch = b;
+    one.k_slc = cache->k_slc;
+    one.v_slc = cache->v_slc;
+    one.k_win = cache->k_win;
+    one.v_win = cache->v_win;
+    one.k_cmp.out = cache->k_cmp;
+    one.v_cmp.out = cache->v_cmp;
+    one = nsa__slice_views(&one, d, &seq, head);
     one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
     one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
-    one.k_cmp.out = nsa__view_at(cache->k_cmp, b, 0, head);
-    one.v_cmp.out = nsa__view_at(cache->v_cmp, b, 0, head);
+    one.out = nsa__view_at(one.out, b, 0, (int64_t)d->heads / d->kv_heads * head);
     for (int i = 0; i < 2; i++) {
         nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
                                     &phis[i]->b2};
