@@ -102,11 +102,10 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
-/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
+/* One of the gradients NSA__SUM_K_CMP to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
     nsa_tensor to;    /* the caller's view */
     nsa_tensor *view; /* what the primitives add to: a copy of *to, or reals in workspace */
-    nsa__shape shape;
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
@@ -118,7 +117,8 @@ typedef struct nsa__chain_gradient {
                          views, out for every branch; k_cmp.out and v_cmp.out are dk_cmp and dv_cmp,
                          to which cmp adds, and which phi's backward reads */
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor delta_out; /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor dq;        /* of these heads, the sum of dq; no data: it goes to dx.q as it is */
+    nsa_tensor delta_out; /* of every row of them: dout . out by branch, for the gate */
     void *rest;           /* the primitives' workspace */
     size_t rest_bytes;
     size_t own;   /* bytes before it */
@@ -233,15 +233,16 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->dx = *dx;
     g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
     g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
-    for (int i = 0; i < NSA__SUMS; i++) {
+    g->dq = nsa__no_view;
+    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_tensor(a, of_q);
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = *to[i];
         sum->view = view[i];
-        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, nsa__sum_width(d, i));
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, sum->shape);
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, nsa__sum_width(d, i)));
         if (same < i) *view[i] = *view[same];
     }
     if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
@@ -293,11 +294,8 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     const nsa_desc slice = nsa__slice_desc(d, seq->tokens, seq->count, kv_heads);
     const nsa_attention part = nsa__slice_views(x, d, seq, head);
     nsa_attention dpart = nsa__slice_views(&g->dx, d, seq, head);
-    const nsa__sum *q = &g->sum[NSA__SUM_Q];
-    const nsa_tensor to =
-        nsa__view_at(q->to, seq->batch, seq->row, (int64_t)head * (d->heads / d->kv_heads));
-    nsa__flush dq = {g->dx.q, to, slice.count, slice.heads, d->dim, 1};
-    if (q->owner) dpart.q = g->dx.q, nsa__flush_run(&dq, d);
+    nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 1};
+    if (g->dq.data) dpart.q = g->dq, nsa__flush_run(&dq, d);
     const nsa__chain c = nsa__chain_of(&part), dc = nsa__chain_of(&dpart);
     const nsa_attend *views[] = {&c.cmp, &c.slc, &c.win}, *dviews[] = {&dc.cmp, &dc.slc, &dc.win};
     nsa__gate_job gate = nsa__gate_job_make(&dc.gate, &c.gate, &slice);
@@ -309,7 +307,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     }
     if (gate.delta_out) nsa__gate_run(gate);
     dq.clear = 0;
-    if (q->owner) nsa__flush_run(&dq, d);
+    if (g->dq.data) nsa__flush_run(&dq, d);
     return NSA_OK;
 }
 
@@ -322,8 +320,8 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
             const nsa__flush f = {nsa__view_at(*sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
-                                  (int)sum->shape.heads,
-                                  (int)sum->shape.width,
+                                  d->kv_heads,
+                                  nsa__sum_width(d, i),
                                   0};
             nsa__flush_run(&f, d);
         }
@@ -336,7 +334,8 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
                                               const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (g->sum[i].owner) nsa__zero_tensor(g->sum[i].view, g->sum[i].shape, d);
+        if (g->sum[i].owner)
+            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, nsa__sum_width(d, i)), d);
     nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
