@@ -7451,7 +7451,6 @@ typedef struct nsa__head_job {
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
-    int query_head;              /* the first of its query heads */
     int task_queries;            /* queries of a task */
     int keys;                    /* rows of K that the sequence has */
     nsa__key_layout rows;        /* where K and V lie */
@@ -7862,7 +7861,7 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                             int r) {
     const nsa__attend_plan *p = job->plan;
     return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->query_head + r % p->group);
+                    job->head * p->group + r % p->group);
 }
 
 /* The same of each r in turn; the row NSA__ROWS_AHEAD behind it is prefetched. */
@@ -8238,7 +8237,6 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     int last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->head = head;
-    job->query_head = head * p->group;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =
@@ -9032,7 +9030,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
+    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
     nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));

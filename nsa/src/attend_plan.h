@@ -53,7 +53,6 @@ typedef struct nsa__head_job {
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
-    int query_head;              /* the first of its query heads */
     int task_queries;            /* queries of a task */
     int keys;                    /* rows of K that the sequence has */
     nsa__key_layout rows;        /* where K and V lie */
