@@ -7123,9 +7123,7 @@ enum {
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
     /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32,
-    /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
-    NSA__LISTS_AHEAD = 32
+    NSA__PACKED_AHEAD = 32
 };
 
 typedef struct nsa__schedule {
@@ -7712,9 +7710,6 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
         const int32_t *list = nsa__block_list(job, it->first + a);
         const int seen = nsa__span_end(job, it->first + a);
         int next = 0; /* the first tile that this query has not been counted for */
-        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
-                       (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
             int tile = begin >> log2 > next ? begin >> log2 : next;
@@ -7852,7 +7847,7 @@ static nsa__scored nsa__batch_scored(const nsa__attend_plan *p, const nsa__batch
 }
 
 /* ---- Attention: prefetching ---------------------------------------------------------------------
-   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h).
+   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h).
    Rows of one head are a row of all heads apart, which is further than the hardware prefetches. Who
    goes through such rows takes them from a walker, which prefetches the row that comes later. */
 

@@ -106,9 +106,6 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
         const int32_t *list = nsa__block_list(job, it->first + a);
         const int seen = nsa__span_end(job, it->first + a);
         int next = 0; /* the first tile that this query has not been counted for */
-        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
-                       (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
             int tile = begin >> log2 > next ? begin >> log2 : next;

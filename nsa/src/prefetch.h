@@ -1,5 +1,5 @@
 /* ---- Attention: prefetching ---------------------------------------------------------------------
-   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h).
+   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h).
    Rows of one head are a row of all heads apart, which is further than the hardware prefetches. Who
    goes through such rows takes them from a walker, which prefetches the row that comes later. */
 #pragma once
