@@ -95,7 +95,7 @@ static void *note_step(const void *ordered, void *slot) {
     event *e = note_begin();
     e->branch = p->branch;
     e->task = at->task;
-    e->predecessor = at->predecessor;
+    e->predecessor = at->task - t->heads;
     e->bytes = (size_t)(p->cut.tile * (p->k.wide + p->v.wide)) * sizeof(nsa_real);
     e->left = t->progress[at->task];
     recording.leaving = t->progress + at->task;

@@ -2917,21 +2917,19 @@ static int nsa__claim(int32_t *claims) {
 /* Where a task keeps its state from its first tile to its last. The state itself follows in memory.
    A thread that has not claimed the slot reads its fields by nsa__read, as a hint. */
 typedef struct nsa__task_slot {
-    int32_t claims;      /* 0: no thread works here */
-    int32_t task;        /* the task that is here or begins next; ordered->tasks: none is left */
-    int32_t predecessor; /* the task that comes before it, or -1 */
-    int32_t wait_tile;   /* the tile that this one must have left before the task goes on, or -1 */
-    int32_t started;     /* 1: its state has been loaded */
-    int32_t migrated;    /* 1: the thread's scratch is not the task's any more */
+    int32_t claims;    /* 0: no thread works here */
+    int32_t task;      /* the task that is here or begins next; ordered->tasks: none is left */
+    int32_t wait_tile; /* its predecessor must have left it before the task goes on; -1: no tile */
+    int32_t started;   /* 1: its state has been loaded */
+    int32_t migrated;  /* 1: the thread's scratch is not the task's any more */
 } nsa__task_slot;
 
 /* A run of such tasks. A thread's scratch is | scratch_bytes | slot 0 | .. | slot 3 |. */
 typedef struct nsa__ordered {
     int32_t tasks;
+    int32_t heads;     /* the predecessor of task i, which adds to the same sums, is i - heads */
     int32_t *progress; /* of task i: it, and all that it follows, have left tiles < progress[i] */
     const void *context;
-    /* sets predecessor and wait_tile of a task that has come to a slot */
-    void (*assign)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
     /* goes on with a task by one step; returns 1 if the task is done */
     int (*step)(const struct nsa__ordered *ordered, nsa__task_slot *slot, void *scratch);
     size_t slot_bytes;    /* of a slot and the state of its task */
@@ -2942,7 +2940,8 @@ static size_t nsa__ordered_scratch(const nsa__ordered *ordered) {
     return ordered->scratch_bytes + NSA__TASK_SLOTS * ordered->slot_bytes;
 }
 
-static int nsa__may_enter(const nsa__ordered *ordered, int32_t predecessor, int32_t tile) {
+static int nsa__may_enter(const nsa__ordered *ordered, int32_t task, int32_t tile) {
+    const int32_t predecessor = task - ordered->heads;
     return predecessor < 0 || nsa__read(ordered->progress + predecessor) > tile;
 }
 
@@ -2955,8 +2954,8 @@ static nsa__task_slot *nsa__slot_at(const nsa__ordered *ordered, const nsa__team
 /* Puts `task` into a slot that no other thread works at, or marks the slot as done. */
 static void nsa__slot_next(const nsa__ordered *ordered, nsa__task_slot *slot, int64_t task) {
     nsa__write(&slot->started, 0);
+    nsa__write(&slot->wait_tile, -1);
     nsa__write(&slot->task, (int32_t)nsa__min(task, ordered->tasks));
-    if (task < ordered->tasks) ordered->assign(ordered, slot);
 }
 
 /* Claims the slot of the first task that may go on and that no thread works at; NULL if there is
@@ -2972,14 +2971,12 @@ static nsa__task_slot *nsa__slot_find(const nsa__ordered *ordered, const nsa__te
         int32_t task = nsa__read(&slot->task);
         if (task >= ordered->tasks || nsa__read(&slot->claims)) continue;
         *idle = 1;
-        if (task >= first ||
-            !nsa__may_enter(ordered, nsa__read(&slot->predecessor), nsa__read(&slot->wait_tile)))
-            continue;
+        if (task >= first || !nsa__may_enter(ordered, task, nsa__read(&slot->wait_tile))) continue;
         first = task;
         best = slot;
     }
     if (!best || !nsa__claim(&best->claims)) return NULL;
-    if (best->task < ordered->tasks && nsa__may_enter(ordered, best->predecessor, best->wait_tile))
+    if (best->task < ordered->tasks && nsa__may_enter(ordered, best->task, best->wait_tile))
         return best;
     nsa__write(&best->claims, 0); /* another thread has been at it meanwhile */
     return NULL;
@@ -2992,7 +2989,7 @@ static int nsa__step_slot(const nsa__ordered *ordered, const nsa__team *team, vo
     int done = 0;
     if (!slot) return 0;
     slot->migrated = 1;
-    while (!done && nsa__may_enter(ordered, slot->predecessor, slot->wait_tile))
+    while (!done && nsa__may_enter(ordered, slot->task, slot->wait_tile))
         done = ordered->step(ordered, slot, scratch);
     if (done) nsa__slot_next(ordered, slot, slot->task + (int64_t)team->threads * NSA__TASK_SLOTS);
     nsa__write(&slot->claims, 0);
@@ -7127,9 +7124,7 @@ enum {
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
     /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32,
-    /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
-    NSA__LISTS_AHEAD = 32
+    NSA__PACKED_AHEAD = 32
 };
 
 typedef struct nsa__schedule {
@@ -7316,6 +7311,16 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
+/* n rows of it, side by side, as `columns` columns of `to`. Those behind the last are zeros, as up to
+   15 rows behind the n become. */
+static void nsa__rows_to_columns(const nsa__operand *o, int n, nsa_real *rows, int columns,
+                                 nsa_real *to) {
+    const int behind = nsa__whole_vectors(n) - n;
+    memset(rows + (ptrdiff_t)n * o->stride, 0, (size_t)behind * (size_t)o->stride * sizeof *rows);
+    memset(to, 0, (size_t)o->depth * (size_t)columns * sizeof *to);
+    o->tiles->transpose(n, o->depth, o->stride, rows, columns, to);
+}
+
 /* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
                                       nsa__packed *paired) {
@@ -7400,9 +7405,8 @@ typedef struct nsa__step {
     int64_t *reads; /* of each query and kv head: how many keys it has read */
 } nsa__step;
 
-/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
+/* What the chain and the cache ask of a branch beside its views. All zeros: nothing. */
 typedef struct nsa__attend_options {
-    const nsa_select *select;  /* NULL, or cmp's forward writes lists too, to this view */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
     const nsa__step *step;     /* forward: NULL, or it is a step's */
@@ -7412,6 +7416,7 @@ typedef struct nsa__attend_options {
    bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
 typedef struct nsa__attend_plan {
     const nsa_attend *x, *dx; /* NULL in a size query */
+    const nsa_select *select; /* NULL, or lists are written to it: in the chain by cmp too */
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
@@ -7436,7 +7441,6 @@ typedef struct nsa__head_job {
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
-    int query_head;              /* the first of its query heads */
     int task_queries;            /* queries of a task */
     int keys;                    /* rows of K that the sequence has */
     nsa__key_layout rows;        /* where K and V lie */
@@ -7659,15 +7663,14 @@ static int nsa__inverts(const nsa__head_job *job) {
    rows are query-major: row a group + g is query head g of query a. */
 typedef struct nsa__tile_iter {
     int first, queries; /* positions first .. first + queries - 1 */
-    int tile;           /* the current tile, of tile_begin .. tile_end - 1 */
-    int tile_begin, tile_end;
-    int tile_queries; /* how many queries see any key of the current tile */
-    int *tile_query;  /* these queries, ascending */
-    uint64_t *mask;   /* for each of them the keys of the tile that it sees */
-    int *row;         /* the rows of a batch of them */
-    int *begin, *end; /* of every query its one span, end 0 if it sees nothing; not for slc */
-    int *list;        /* slc: the queries of each tile, one tile after the other */
-    int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
+    int tile, tile_end; /* the current tile, and the end of those that there are */
+    int tile_queries;   /* how many queries see any key of the current tile */
+    int *tile_query;    /* these queries, ascending */
+    uint64_t *mask;     /* for each of them the keys of the tile that it sees */
+    int *row;           /* the rows of a batch of them */
+    int *begin, *end;   /* of every query its one span, end 0 if it sees nothing; not for slc */
+    int *list;          /* slc: the queries of each tile, one tile after the other */
+    int *list_begin;    /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
 
 /* What holds for one tile comes from `of_tile`, the thread's scratch; the rest from `a`, which
@@ -7699,9 +7702,6 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
         const int32_t *list = nsa__block_list(job, it->first + a);
         const int seen = nsa__span_end(job, it->first + a);
         int next = 0; /* the first tile that this query has not been counted for */
-        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
-                       (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
             int tile = begin >> log2 > next ? begin >> log2 : next;
@@ -7735,23 +7735,22 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     const int64_t from = task * job->task_queries;
     it->first = job->seq.first + (int)from;
     it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
-    it->tile_begin = job->tile_begin;
+    it->tile = job->tile_begin - 1;
     it->tile_end = job->tile_end;
     if (nsa__inverts(job)) {
         nsa__tile_iter_invert(it, job);
-    } else {
-        int last = 0; /* queries behind a window's last key see none */
-        for (int a = 0; a < it->queries; a++) {
-            if (job->gathers)
-                it->begin[a] = 0, it->end[a] = job->keys;
-            else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
-                it->end[a] = 0;
-            last = it->end[a] ? a : last;
-        }
-        it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
+        return;
     }
-    it->tile = it->tile_begin - 1;
+    int last = 0; /* queries behind a window's last key see none */
+    for (int a = 0; a < it->queries; a++) {
+        if (job->gathers)
+            it->begin[a] = 0, it->end[a] = job->keys;
+        else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
+            it->end[a] = 0;
+        last = it->end[a] ? a : last;
+    }
+    it->tile = it->end[0] ? it->begin[0] / p->cut.tile - 1 : -1;
+    it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
@@ -7840,7 +7839,7 @@ static nsa__scored nsa__batch_scored(const nsa__attend_plan *p, const nsa__batch
 }
 
 /* ---- Attention: prefetching ---------------------------------------------------------------------
-   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h).
+   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h).
    Rows of one head are a row of all heads apart, which is further than the hardware prefetches. Who
    goes through such rows takes them from a walker, which prefetches the row that comes later. */
 
@@ -7849,7 +7848,7 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                             int r) {
     const nsa__attend_plan *p = job->plan;
     return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->query_head + r % p->group);
+                    job->head * p->group + r % p->group);
 }
 
 /* The same of each r in turn; the row NSA__ROWS_AHEAD behind it is prefetched. */
@@ -8119,15 +8118,6 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
-/* Transposes the task's queries; columns behind the last are zeros, as what is behind q becomes. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p, nsa_real *q,
-                                int rows) {
-    const int stride = p->k.stride, behind = nsa__whole_vectors(rows) - rows;
-    memset(q + (ptrdiff_t)rows * stride, 0, (size_t)behind * (size_t)stride * sizeof *q);
-    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *q);
-    p->tiles->transpose(rows, p->k.depth, stride, q, f->columns, f->q_t);
-}
-
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
 static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job *job,
                                      const nsa_tensor *x, const nsa__operand *o, int begin, int n) {
@@ -8232,7 +8222,6 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     int last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->head = head;
-    job->query_head = head * p->group;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =
@@ -8406,7 +8395,7 @@ static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, 
 
 /* Stores a query's scores if they are asked for. */
 static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
-    const nsa_tensor *to = &job->plan->options.select->scores;
+    const nsa_tensor *to = &job->plan->select->scores;
     const nsa_desc *d = job->plan->d;
     if (to->data)
         nsa__store_reals(nsa__list_row(job, to, query), scores,
@@ -8419,7 +8408,7 @@ static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real 
     const nsa__attend_plan *p = job->plan;
     nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
               nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
-              (int32_t *)nsa__list_row(job, &p->options.select->blocks, query));
+              (int32_t *)nsa__list_row(job, &p->select->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -8428,7 +8417,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
                                 const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *p_cmp = &p->options.select->p_cmp;
+    const nsa_tensor *p_cmp = &p->select->p_cmp;
     int group = p->group;
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
@@ -8485,7 +8474,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
     f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
+    if (p->select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
     nsa__in_place_alloc(&f->in_place, p, a);
 }
@@ -8502,15 +8491,16 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
-    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+    if (job->in_place)
+        nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
 }
 
 /* Where the scores of a batch go, and how far apart its rows are. If lists are selected, they stay
    in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
                                      const nsa__batch *b, ptrdiff_t *apart) {
-    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
-    return p->options.select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
+    *apart = p->select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
+    return p->select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
 }
 
 /* f->s = p, the softmax so far of scores s, as pairs if v is. l sums p before it is rounded. */
@@ -8589,7 +8579,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     }
     if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+    if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
@@ -8601,7 +8591,7 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
         nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
-    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
+    if (p->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in
@@ -8890,7 +8880,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
-        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
@@ -8898,7 +8888,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return in_place;
 }
 
-/* Plans for `x`, which is NULL in a size query; `select` and `step`: see nsa__attend_options. */
+/* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, const nsa_select *select,
                                           const nsa__step *step) {
@@ -8907,7 +8897,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options.select = select;
+    p.select = select;
     p.options.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
@@ -8971,7 +8961,7 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
-        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+        if (p->select) nsa__fill_stencil(&jobs[i]);
     }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
@@ -9038,7 +9028,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     for (int i = 0; i < 2; i++) {
         const nsa__operand *o = nsa__operand_at(p, i);
-        f->rows[i] = nsa__alloc_reals(a, rows * o->stride);
+        f->rows[i] = nsa__alloc_reals(a, (rows + NSA__LANES) * o->stride);
         f->left[i] =
             nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->cut.tile);
         f->share[i] = nsa__alloc_reals(a, NSA__PENDING * nsa__share_numbers(p, i));
@@ -9058,7 +9048,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
+    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
     nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
@@ -9086,18 +9076,6 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     nsa__load(dout, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
     for (int c = dim_v; c < wide; c++) out[c] = dout[c] = 0;
     return nsa__dot(out, dout, wide);
-}
-
-/* dout and q as columns; behind the last row there are zeros. */
-static void nsa__alone_begin(const nsa__backward *f, const nsa__attend_plan *p) {
-    const int columns = nsa__whole_vectors(p->group);
-    for (int i = 0; i < 2; i++) {
-        const nsa__operand *o = nsa__operand_at(p, i);
-        nsa_real *to = f->columns[i];
-        for (int c = 0; c < o->depth; c++, to += columns)
-            for (int r = 0; r < columns; r++)
-                to[r] = r < p->group ? f->rows[i][(ptrdiff_t)r * o->stride + c] : 0;
-    }
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
@@ -9129,7 +9107,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
-    if (job->gathers) nsa__alone_begin(f, p);
+    for (int i = 0; job->gathers && i < 2; i++)
+        nsa__rows_to_columns(nsa__operand_at(p, i), rows, f->rows[i], nsa__whole_vectors(rows),
+                             f->columns[i]);
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
@@ -9222,20 +9202,6 @@ static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile)
     return n;
 }
 
-/* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
-static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int i, int n) {
-    const nsa__operand *o = nsa__operand_at(own->plan, i);
-    const ptrdiff_t along = o->stride;
-    const int64_t next = (f->iter.tile + (int64_t)1) * own->plan->cut.tile;
-    for (int j = 0; j < n; j++) {
-        nsa_real *sum = own->sum[i];
-        if (sum) nsa__fetch(sum + (ptrdiff_t)f->keys[j] * o->wide, (size_t)o->wide * sizeof *sum);
-        if (next + j >= own->keys) continue;
-        const ptrdiff_t later = (ptrdiff_t)nsa__key_in_list(&own->rows, next + j);
-        nsa__fetch(own->listed_rows[i] + later * along, (size_t)along * sizeof(nsa_real));
-    }
-}
-
 /* s = q k^T, or dp = dout v^T, of n keys at hand, and zeros behind them. The products are by key,
    where a batch would have p and ds. */
 static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own, int i, int n,
@@ -9260,7 +9226,6 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     const int n = nsa__alone_keys(f, own, f->iter.tile);
     nsa_real *const left[] = {nsa__share(f, p, 0, f->newest), nsa__share(f, p, 1, f->newest)};
     f->pending_last[f->newest] = f->keys[n - 1];
-    for (int i = 0; i < 2; i++) nsa__alone_fetch(f, own, i, n);
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
     const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
@@ -9298,13 +9263,6 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
     nsa__alloc(own, 1, sizeof(nsa__backward_slot));
     nsa__backward_alloc(f ? f : &any, p, own, scratch);
     return f;
-}
-
-/* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *slot) {
-    const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
-    nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
-    nsa__write(&slot->wait_tile, -1);
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
@@ -9370,8 +9328,7 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
         nsa__tile_iter_next(it, job);
         slot->started = 1;
         slot->migrated = 0;
-    } else if (f->pending &&
-               nsa__may_enter(ordered, slot->predecessor, f->pending_last[f->oldest])) {
+    } else if (f->pending && nsa__may_enter(ordered, slot->task, f->pending_last[f->oldest])) {
         nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
@@ -9418,8 +9375,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
 static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
-    nsa__ordered ordered = {
-        0, jobs->progress, jobs, nsa__backward_assign, nsa__backward_step, slot.used, scratch.used};
+    const nsa__ordered ordered = {0,         jobs->heads, jobs->progress, jobs, nsa__backward_step,
+                                  slot.used, scratch.used};
     return ordered;
 }
 
@@ -9955,7 +9912,8 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
-    nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
+    nsa__rows_to_columns(&job->plan->k, f.iter.queries * job->plan->group, f.q, f.in_place.columns,
+                         f.in_place.q_t);
     nsa__scorer_tiles(&f, job, nth * tiles, tiles);
 }
 
@@ -10032,7 +9990,7 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     attend.k = to->k;
     attend.lse = to->lse;
     nsa__attend_plan p = nsa__scorer_plan(&attend, d, x != NULL);
-    p.options.select = to;
+    p.select = to;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
@@ -10111,7 +10069,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     memset(&to, 0, sizeof to);
     to.blocks = x->blocks;
     nsa__attend_plan p = nsa__attend_plan_of(NULL, NULL, d, NSA__DENSE, 1, 1);
-    p.options.select = &to;
+    p.select = &to;
     rank.job = nsa__job_make(&p);
     rank.scores = &x->scores;
     nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);
@@ -10447,11 +10405,10 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
-/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
+/* One of the gradients NSA__SUM_K_CMP to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
     nsa_tensor to;    /* the caller's view */
     nsa_tensor *view; /* what the primitives add to: a copy of *to, or reals in workspace */
-    nsa__shape shape;
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
@@ -10463,7 +10420,8 @@ typedef struct nsa__chain_gradient {
                          views, out for every branch; k_cmp.out and v_cmp.out are dk_cmp and dv_cmp,
                          to which cmp adds, and which phi's backward reads */
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor delta_out; /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor dq;        /* of these heads, the sum of dq; no data: it goes to dx.q as it is */
+    nsa_tensor delta_out; /* of every row of them: dout . out by branch, for the gate */
     void *rest;           /* the primitives' workspace */
     size_t rest_bytes;
     size_t own;   /* bytes before it */
@@ -10523,18 +10481,45 @@ static int nsa__chain_heads(const nsa_desc *d) {
     return (int)nsa__min(nsa__heads_near(d), nsa__max(1, 1024 / row));
 }
 
-/* The geometry of some kv heads of one sequence, as if they were a call of their own. */
-static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
+/* The view x from a row and head on, which become row 0 and head 0. */
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t head) {
+    if (x.data) x.data = nsa__row(&x, batch, row, head);
+    return x;
+}
+
+/* Some kv heads of one sequence, as if they were a call of their own: the geometry. */
+static nsa_desc nsa__slice_desc(const nsa_desc *d, int tokens, int count, int kv_heads) {
     nsa_desc slice = *d;
     slice.batch = 1;
     slice.begins = NULL;
-    slice.tokens = seq->tokens;
-    slice.count = seq->count;
+    slice.tokens = tokens;
+    slice.count = count;
     slice.kv_heads = kv_heads;
     slice.heads = d->heads / d->kv_heads * kv_heads;
     slice.gate_heads = d->gate_heads == d->heads ? slice.heads : kv_heads;
     slice.list_heads = nsa__list_heads(d) / d->kv_heads * kv_heads;
     return slice;
+}
+
+/* The same: the branches' views and the gates, from the sequence and its kv head `head` on. */
+static nsa_attention nsa__slice_views(const nsa_attention *x, const nsa_desc *d,
+                                      const nsa__seq *seq, int head) {
+    nsa_attention y = *x;
+    nsa_tensor *const of_heads[7] = {&y.q,       &y.out_cmp, &y.out_slc, &y.out_win,
+                                     &y.lse_cmp, &y.lse_slc, &y.lse_win};
+    nsa_tensor *const of_keys[4] = {&y.k_slc, &y.v_slc, &y.k_win, &y.v_win};
+    nsa_tensor *const of_blocks[2] = {&y.k_cmp.out, &y.v_cmp.out};
+    const int group = d->heads / d->kv_heads, gates = d->gate_heads / d->kv_heads;
+    const int lists = nsa__list_heads(d) / d->kv_heads;
+    for (int i = 0; i < 7; i++)
+        *of_heads[i] = nsa__view_at(*of_heads[i], seq->batch, seq->row, (int64_t)head * group);
+    for (int i = 0; i < 4; i++)
+        *of_keys[i] = nsa__view_at(*of_keys[i], seq->keys.batch, seq->keys.row, head);
+    for (int i = 0; i < 2; i++)
+        *of_blocks[i] = nsa__view_at(*of_blocks[i], seq->cmp.batch, seq->cmp.row, head);
+    y.gates = nsa__view_at(y.gates, seq->batch, seq->row, (int64_t)head * gates);
+    y.blocks = nsa__view_at(y.blocks, seq->batch, seq->row, (int64_t)head * lists);
+    return y;
 }
 
 /* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
@@ -10551,15 +10536,16 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->dx = *dx;
     g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
     g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
-    for (int i = 0; i < NSA__SUMS; i++) {
+    g->dq = nsa__no_view;
+    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_tensor(a, of_q);
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = *to[i];
         sum->view = view[i];
-        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, nsa__sum_width(d, i));
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, sum->shape);
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, nsa__sum_width(d, i)));
         if (same < i) *view[i] = *view[same];
     }
     if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
@@ -10575,7 +10561,7 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
                                         const nsa_desc *d, int threads) {
     size_t most = nsa__phi_bytes(x, d, 1, threads);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
-        nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
+        const nsa_desc slice = nsa__slice_desc(d, seq.tokens, seq.count, g->kv_heads);
         for (int i = NSA__CMP; i <= NSA__WIN; i++) {
             const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)i, d);
             most = nsa__larger(most, nsa__attend_plan_bytes(&p, threads));
@@ -10602,69 +10588,29 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_phi_gradient(&nsa__cpu, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
-/* The view x from a row and head on, which become row 0 and head 0. */
-static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t head) {
-    if (x.data) x.data = nsa__row(&x, batch, row, head);
-    return x;
-}
-
-/* Where the views of some heads of a sequence begin. */
-typedef struct nsa__slice_origin {
-    nsa__seq seq;
-    int kv_head;
-} nsa__slice_origin;
-
-/* The views of a branch from a sequence and kv head on: query heads begin at the group of this
-   head, keys of cmp at the sequence's compressed rows. */
-static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                 const nsa__slice_origin *at) {
-    int64_t batch = at->seq.batch, row = at->seq.row;
-    int64_t key_row = nsa__traits_of[branch].compressed ? at->seq.cmp.row : at->seq.keys.row;
-    int head = at->kv_head * (d->heads / d->kv_heads);
-    nsa_attend part;
-    part.q = nsa__view_at(x->q, batch, row, head);
-    part.k = nsa__view_at(x->k, batch, key_row, at->kv_head);
-    part.v = nsa__view_at(x->v, batch, key_row, at->kv_head);
-    part.out = nsa__view_at(x->out, batch, row, head);
-    part.lse = nsa__view_at(x->lse, batch, row, head);
-    part.blocks =
-        nsa__view_at(x->blocks, batch, row, at->kv_head * (nsa__list_heads(d) / d->kv_heads));
-    return part;
-}
-
 /* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
    adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *x,
-                                            const nsa_desc *d, const nsa__slice_origin *at,
+                                            const nsa_desc *d, const nsa__seq *seq, int head,
                                             int kv_heads) {
-    const nsa__sum *q = &g->sum[NSA__SUM_Q];
-    const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
-    const nsa__chain c = nsa__chain_of(x), dc = nsa__chain_of(&g->dx);
-    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win}, *of_dx[] = {&dc.cmp, &dc.slc, &dc.win};
-    const int64_t batch = at->seq.batch, row = at->seq.row;
-    const int head = at->kv_head * (d->heads / d->kv_heads);
-    const int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
-    nsa_gate logits = c.gate, dlogits = dc.gate;
-    nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
-    nsa__flush dq = {
-        g->dx.q, nsa__view_at(q->to, batch, row, head), slice.count, slice.heads, d->dim, 1};
-    logits.logits = nsa__view_at(logits.logits, batch, row, gate_head);
-    dlogits.logits = nsa__view_at(dlogits.logits, batch, row, gate_head);
-    gate.delta_out = dlogits.logits.data ? &g->delta_out : NULL;
-    if (q->owner) nsa__flush_run(&dq, d);
+    const nsa_desc slice = nsa__slice_desc(d, seq->tokens, seq->count, kv_heads);
+    const nsa_attention part = nsa__slice_views(x, d, seq, head);
+    nsa_attention dpart = nsa__slice_views(&g->dx, d, seq, head);
+    nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 1};
+    if (g->dq.data) dpart.q = g->dq, nsa__flush_run(&dq, d);
+    const nsa__chain c = nsa__chain_of(&part), dc = nsa__chain_of(&dpart);
+    const nsa_attend *views[] = {&c.cmp, &c.slc, &c.win}, *dviews[] = {&dc.cmp, &dc.slc, &dc.win};
+    nsa__gate_job gate = nsa__gate_job_make(&dc.gate, &c.gate, &slice);
+    gate.delta_out = dpart.gates.data ? &g->delta_out : NULL;
     for (int i = NSA__CMP; i <= NSA__WIN; i++) {
-        const nsa__branch branch = (nsa__branch)i;
-        const nsa_attend views = nsa__attend_at(of_x[i], d, branch, at);
-        nsa_attend dviews = nsa__attend_at(of_dx[i], d, branch, at);
-        if (q->owner) dviews.q = g->dx.q;
-        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, branch, d);
+        nsa__attend_plan p = nsa__backward_plan(dviews[i], views[i], &slice, (nsa__branch)i, d);
         p.options.gate = &gate;
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
     if (gate.delta_out) nsa__gate_run(gate);
     dq.clear = 0;
-    if (q->owner) nsa__flush_run(&dq, d);
+    if (g->dq.data) nsa__flush_run(&dq, d);
     return NSA_OK;
 }
 
@@ -10677,8 +10623,8 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
             const nsa__flush f = {nsa__view_at(*sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
-                                  (int)sum->shape.heads,
-                                  (int)sum->shape.width,
+                                  d->kv_heads,
+                                  nsa__sum_width(d, i),
                                   0};
             nsa__flush_run(&f, d);
         }
@@ -10691,14 +10637,14 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
                                               const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (g->sum[i].owner) nsa__zero_tensor(g->sum[i].view, g->sum[i].shape, d);
+        if (g->sum[i].owner)
+            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, nsa__sum_width(d, i)), d);
     nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
-    nsa__slice_origin at;
-    for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += g->kv_heads) {
-            int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, x, d, &at, heads));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count && head < d->kv_heads; head += g->kv_heads) {
+            int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)head);
+            NSA__CHECK(nsa__chain_heads_backward(g, x, d, &seq, head, heads));
         }
     const int from = NSA__FROM_START;
     NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));
@@ -10867,15 +10813,12 @@ typedef struct nsa__decode_job {
 /* The geometry of a task from sequence b on: the new tokens as queries behind those that the cache
    holds, over all keys up to them; its share of the heads. */
 static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
-    nsa_desc d = p->cache->desc;
+    const nsa_desc *all = &p->cache->desc;
+    nsa_desc d = nsa__slice_desc(all, all->tokens, p->count, all->kv_heads / p->parts);
     d.batch = p->sequences;
     d.firsts = p->cache->lengths + b;
     d.counts = p->counts + b;
-    d.count = p->count;
     d.threads = p->threads;
-    d.gate_heads /= p->parts;
-    d.heads /= p->parts;
-    d.kv_heads /= p->parts;
     return d;
 }
 
@@ -10884,25 +10827,24 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
                                        int head, int packed) {
     const nsa_desc *d = &cache->desc;
-    int64_t group = d->heads / d->kv_heads;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
-    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win, &one.lse_cmp,
-                           &one.lse_slc, &one.lse_win, &one.out,     &one.gates,   &one.blocks};
-    one.gates = nsa__view_at(one.gates, b, 0, (int64_t)d->gate_heads / d->kv_heads * head);
-    one.blocks = nsa__view_at(one.blocks, b, 0, head);
-    for (int i = 0; i < 10; i++) {
-        if (i < 8) *views[i] = nsa__view_at(*views[i], b, 0, group * head);
-        if (packed) views[i]->token = views[i]->batch;
-    }
-    one.k_slc = nsa__view_at(cache->k_slc, b, 0, head);
-    one.v_slc = nsa__view_at(cache->v_slc, b, 0, head);
-    one.k_win = nsa__view_at(cache->k_win, b, 0, head);
-    one.v_win = nsa__view_at(cache->v_win, b, 0, head);
+    nsa_tensor *rows[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win, &one.lse_cmp,
+                          &one.lse_slc, &one.lse_win, &one.out,     &one.gates,   &one.blocks};
+    nsa__seq seq;
+    memset(&seq, 0, sizeof seq);
+    seq.batch = seq.keys.batch = seq.cmp.batch = b;
+    one.k_slc = cache->k_slc;
+    one.v_slc = cache->v_slc;
+    one.k_win = cache->k_win;
+    one.v_win = cache->v_win;
+    one.k_cmp.out = cache->k_cmp;
+    one.v_cmp.out = cache->v_cmp;
+    one = nsa__slice_views(&one, d, &seq, head);
+    for (int i = 0; packed && i < 10; i++) rows[i]->token = rows[i]->batch;
     one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
     one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
-    one.k_cmp.out = nsa__view_at(cache->k_cmp, b, 0, head);
-    one.v_cmp.out = nsa__view_at(cache->v_cmp, b, 0, head);
+    one.out = nsa__view_at(one.out, b, 0, (int64_t)d->heads / d->kv_heads * head);
     for (int i = 0; i < 2; i++) {
         nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
                                     &phis[i]->b2};

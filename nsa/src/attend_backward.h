@@ -60,7 +60,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
     for (int i = 0; i < 2; i++) {
         const nsa__operand *o = nsa__operand_at(p, i);
-        f->rows[i] = nsa__alloc_reals(a, rows * o->stride);
+        f->rows[i] = nsa__alloc_reals(a, (rows + NSA__LANES) * o->stride);
         f->left[i] =
             nsa__alloc_reals(of_tile, (int64_t)nsa__whole_vectors(batch_rows) * p->cut.tile);
         f->share[i] = nsa__alloc_reals(a, NSA__PENDING * nsa__share_numbers(p, i));
@@ -80,7 +80,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + r / p->group, head = job->query_head + r % p->group;
+    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
     nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
@@ -108,18 +108,6 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     nsa__load(dout, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
     for (int c = dim_v; c < wide; c++) out[c] = dout[c] = 0;
     return nsa__dot(out, dout, wide);
-}
-
-/* dout and q as columns; behind the last row there are zeros. */
-static void nsa__alone_begin(const nsa__backward *f, const nsa__attend_plan *p) {
-    const int columns = nsa__whole_vectors(p->group);
-    for (int i = 0; i < 2; i++) {
-        const nsa__operand *o = nsa__operand_at(p, i);
-        nsa_real *to = f->columns[i];
-        for (int c = 0; c < o->depth; c++, to += columns)
-            for (int r = 0; r < columns; r++)
-                to[r] = r < p->group ? f->rows[i][(ptrdiff_t)r * o->stride + c] : 0;
-    }
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
@@ -151,7 +139,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
-    if (job->gathers) nsa__alone_begin(f, p);
+    for (int i = 0; job->gathers && i < 2; i++)
+        nsa__rows_to_columns(nsa__operand_at(p, i), rows, f->rows[i], nsa__whole_vectors(rows),
+                             f->columns[i]);
 }
 
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
@@ -244,20 +234,6 @@ static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile)
     return n;
 }
 
-/* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
-static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int i, int n) {
-    const nsa__operand *o = nsa__operand_at(own->plan, i);
-    const ptrdiff_t along = o->stride;
-    const int64_t next = (f->iter.tile + (int64_t)1) * own->plan->cut.tile;
-    for (int j = 0; j < n; j++) {
-        nsa_real *sum = own->sum[i];
-        if (sum) nsa__fetch(sum + (ptrdiff_t)f->keys[j] * o->wide, (size_t)o->wide * sizeof *sum);
-        if (next + j >= own->keys) continue;
-        const ptrdiff_t later = (ptrdiff_t)nsa__key_in_list(&own->rows, next + j);
-        nsa__fetch(own->listed_rows[i] + later * along, (size_t)along * sizeof(nsa_real));
-    }
-}
-
 /* s = q k^T, or dp = dout v^T, of n keys at hand, and zeros behind them. The products are by key,
    where a batch would have p and ds. */
 static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own, int i, int n,
@@ -282,7 +258,6 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     const int n = nsa__alone_keys(f, own, f->iter.tile);
     nsa_real *const left[] = {nsa__share(f, p, 0, f->newest), nsa__share(f, p, 1, f->newest)};
     f->pending_last[f->newest] = f->keys[n - 1];
-    for (int i = 0; i < 2; i++) nsa__alone_fetch(f, own, i, n);
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
     const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
@@ -320,13 +295,6 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
     nsa__alloc(own, 1, sizeof(nsa__backward_slot));
     nsa__backward_alloc(f ? f : &any, p, own, scratch);
     return f;
-}
-
-/* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_assign(const nsa__ordered *ordered, nsa__task_slot *slot) {
-    const nsa__head_job *jobs = (const nsa__head_job *)ordered->context;
-    nsa__write(&slot->predecessor, slot->task < jobs->heads ? -1 : slot->task - jobs->heads);
-    nsa__write(&slot->wait_tile, -1);
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
@@ -392,8 +360,7 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
         nsa__tile_iter_next(it, job);
         slot->started = 1;
         slot->migrated = 0;
-    } else if (f->pending &&
-               nsa__may_enter(ordered, slot->predecessor, f->pending_last[f->oldest])) {
+    } else if (f->pending && nsa__may_enter(ordered, slot->task, f->pending_last[f->oldest])) {
         nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
@@ -440,8 +407,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
 static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, slot = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &slot);
-    nsa__ordered ordered = {
-        0, jobs->progress, jobs, nsa__backward_assign, nsa__backward_step, slot.used, scratch.used};
+    const nsa__ordered ordered = {0,         jobs->heads, jobs->progress, jobs, nsa__backward_step,
+                                  slot.used, scratch.used};
     return ordered;
 }
 

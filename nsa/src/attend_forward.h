@@ -39,7 +39,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
     f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
+    if (p->select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
     nsa__in_place_alloc(&f->in_place, p, a);
 }
@@ -56,15 +56,16 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
-    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+    if (job->in_place)
+        nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
 }
 
 /* Where the scores of a batch go, and how far apart its rows are. If lists are selected, they stay
    in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
                                      const nsa__batch *b, ptrdiff_t *apart) {
-    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
-    return p->options.select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
+    *apart = p->select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
+    return p->select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
 }
 
 /* f->s = p, the softmax so far of scores s, as pairs if v is. l sums p before it is rounded. */
@@ -143,7 +144,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     }
     if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+    if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
@@ -155,7 +156,7 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
         nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
-    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
+    if (p->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in

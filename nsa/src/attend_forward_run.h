@@ -18,7 +18,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
-        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
@@ -26,7 +26,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return in_place;
 }
 
-/* Plans for `x`, which is NULL in a size query; `select` and `step`: see nsa__attend_options. */
+/* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, const nsa_select *select,
                                           const nsa__step *step) {
@@ -35,7 +35,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options.select = select;
+    p.select = select;
     p.options.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
@@ -99,7 +99,7 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
-        if (p->options.select) nsa__fill_stencil(&jobs[i]);
+        if (p->select) nsa__fill_stencil(&jobs[i]);
     }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);

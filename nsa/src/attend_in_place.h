@@ -54,15 +54,6 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
-/* Transposes the task's queries; columns behind the last are zeros, as what is behind q becomes. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p, nsa_real *q,
-                                int rows) {
-    const int stride = p->k.stride, behind = nsa__whole_vectors(rows) - rows;
-    memset(q + (ptrdiff_t)rows * stride, 0, (size_t)behind * (size_t)stride * sizeof *q);
-    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *q);
-    p->tiles->transpose(rows, p->k.depth, stride, q, f->columns, f->q_t);
-}
-
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
 static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job *job,
                                      const nsa_tensor *x, const nsa__operand *o, int begin, int n) {

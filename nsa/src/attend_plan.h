@@ -17,9 +17,8 @@ typedef struct nsa__step {
     int64_t *reads; /* of each query and kv head: how many keys it has read */
 } nsa__step;
 
-/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
+/* What the chain and the cache ask of a branch beside its views. All zeros: nothing. */
 typedef struct nsa__attend_options {
-    const nsa_select *select;  /* NULL, or cmp's forward writes lists too, to this view */
     const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
                                   g times that, and gate->delta_out gets dout . out */
     const nsa__step *step;     /* forward: NULL, or it is a step's */
@@ -29,6 +28,7 @@ typedef struct nsa__attend_options {
    bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
 typedef struct nsa__attend_plan {
     const nsa_attend *x, *dx; /* NULL in a size query */
+    const nsa_select *select; /* NULL, or lists are written to it: in the chain by cmp too */
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
@@ -53,7 +53,6 @@ typedef struct nsa__head_job {
     int heads;       /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
-    int query_head;              /* the first of its query heads */
     int task_queries;            /* queries of a task */
     int keys;                    /* rows of K that the sequence has */
     nsa__key_layout rows;        /* where K and V lie */

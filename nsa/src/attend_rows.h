@@ -10,7 +10,6 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     int last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->head = head;
-    job->query_head = head * p->group;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
     job->task_queries =

@@ -67,15 +67,14 @@ static int nsa__inverts(const nsa__head_job *job) {
    rows are query-major: row a group + g is query head g of query a. */
 typedef struct nsa__tile_iter {
     int first, queries; /* positions first .. first + queries - 1 */
-    int tile;           /* the current tile, of tile_begin .. tile_end - 1 */
-    int tile_begin, tile_end;
-    int tile_queries; /* how many queries see any key of the current tile */
-    int *tile_query;  /* these queries, ascending */
-    uint64_t *mask;   /* for each of them the keys of the tile that it sees */
-    int *row;         /* the rows of a batch of them */
-    int *begin, *end; /* of every query its one span, end 0 if it sees nothing; not for slc */
-    int *list;        /* slc: the queries of each tile, one tile after the other */
-    int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
+    int tile, tile_end; /* the current tile, and the end of those that there are */
+    int tile_queries;   /* how many queries see any key of the current tile */
+    int *tile_query;    /* these queries, ascending */
+    uint64_t *mask;     /* for each of them the keys of the tile that it sees */
+    int *row;           /* the rows of a batch of them */
+    int *begin, *end;   /* of every query its one span, end 0 if it sees nothing; not for slc */
+    int *list;          /* slc: the queries of each tile, one tile after the other */
+    int *list_begin;    /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
 
 /* What holds for one tile comes from `of_tile`, the thread's scratch; the rest from `a`, which
@@ -107,9 +106,6 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
         const int32_t *list = nsa__block_list(job, it->first + a);
         const int seen = nsa__span_end(job, it->first + a);
         int next = 0; /* the first tile that this query has not been counted for */
-        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
-                       (size_t)width * sizeof *list);
         for (int i = 0; i < width && list[i] >= 0; i++) {
             int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
             int tile = begin >> log2 > next ? begin >> log2 : next;
@@ -143,23 +139,22 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     const int64_t from = task * job->task_queries;
     it->first = job->seq.first + (int)from;
     it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
-    it->tile_begin = job->tile_begin;
+    it->tile = job->tile_begin - 1;
     it->tile_end = job->tile_end;
     if (nsa__inverts(job)) {
         nsa__tile_iter_invert(it, job);
-    } else {
-        int last = 0; /* queries behind a window's last key see none */
-        for (int a = 0; a < it->queries; a++) {
-            if (job->gathers)
-                it->begin[a] = 0, it->end[a] = job->keys;
-            else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
-                it->end[a] = 0;
-            last = it->end[a] ? a : last;
-        }
-        it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
+        return;
     }
-    it->tile = it->tile_begin - 1;
+    int last = 0; /* queries behind a window's last key see none */
+    for (int a = 0; a < it->queries; a++) {
+        if (job->gathers)
+            it->begin[a] = 0, it->end[a] = job->keys;
+        else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
+            it->end[a] = 0;
+        last = it->end[a] ? a : last;
+    }
+    it->tile = it->end[0] ? it->begin[0] / p->cut.tile - 1 : -1;
+    it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has

@@ -102,11 +102,10 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
 }
 
-/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
+/* One of the gradients NSA__SUM_K_CMP to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
     nsa_tensor to;    /* the caller's view */
     nsa_tensor *view; /* what the primitives add to: a copy of *to, or reals in workspace */
-    nsa__shape shape;
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
@@ -118,7 +117,8 @@ typedef struct nsa__chain_gradient {
                          views, out for every branch; k_cmp.out and v_cmp.out are dk_cmp and dv_cmp,
                          to which cmp adds, and which phi's backward reads */
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor delta_out; /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor dq;        /* of these heads, the sum of dq; no data: it goes to dx.q as it is */
+    nsa_tensor delta_out; /* of every row of them: dout . out by branch, for the gate */
     void *rest;           /* the primitives' workspace */
     size_t rest_bytes;
     size_t own;   /* bytes before it */
@@ -178,18 +178,45 @@ static int nsa__chain_heads(const nsa_desc *d) {
     return (int)nsa__min(nsa__heads_near(d), nsa__max(1, 1024 / row));
 }
 
-/* The geometry of some kv heads of one sequence, as if they were a call of their own. */
-static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
+/* The view x from a row and head on, which become row 0 and head 0. */
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t head) {
+    if (x.data) x.data = nsa__row(&x, batch, row, head);
+    return x;
+}
+
+/* Some kv heads of one sequence, as if they were a call of their own: the geometry. */
+static nsa_desc nsa__slice_desc(const nsa_desc *d, int tokens, int count, int kv_heads) {
     nsa_desc slice = *d;
     slice.batch = 1;
     slice.begins = NULL;
-    slice.tokens = seq->tokens;
-    slice.count = seq->count;
+    slice.tokens = tokens;
+    slice.count = count;
     slice.kv_heads = kv_heads;
     slice.heads = d->heads / d->kv_heads * kv_heads;
     slice.gate_heads = d->gate_heads == d->heads ? slice.heads : kv_heads;
     slice.list_heads = nsa__list_heads(d) / d->kv_heads * kv_heads;
     return slice;
+}
+
+/* The same: the branches' views and the gates, from the sequence and its kv head `head` on. */
+static nsa_attention nsa__slice_views(const nsa_attention *x, const nsa_desc *d,
+                                      const nsa__seq *seq, int head) {
+    nsa_attention y = *x;
+    nsa_tensor *const of_heads[7] = {&y.q,       &y.out_cmp, &y.out_slc, &y.out_win,
+                                     &y.lse_cmp, &y.lse_slc, &y.lse_win};
+    nsa_tensor *const of_keys[4] = {&y.k_slc, &y.v_slc, &y.k_win, &y.v_win};
+    nsa_tensor *const of_blocks[2] = {&y.k_cmp.out, &y.v_cmp.out};
+    const int group = d->heads / d->kv_heads, gates = d->gate_heads / d->kv_heads;
+    const int lists = nsa__list_heads(d) / d->kv_heads;
+    for (int i = 0; i < 7; i++)
+        *of_heads[i] = nsa__view_at(*of_heads[i], seq->batch, seq->row, (int64_t)head * group);
+    for (int i = 0; i < 4; i++)
+        *of_keys[i] = nsa__view_at(*of_keys[i], seq->keys.batch, seq->keys.row, head);
+    for (int i = 0; i < 2; i++)
+        *of_blocks[i] = nsa__view_at(*of_blocks[i], seq->cmp.batch, seq->cmp.row, head);
+    y.gates = nsa__view_at(y.gates, seq->batch, seq->row, (int64_t)head * gates);
+    y.blocks = nsa__view_at(y.blocks, seq->batch, seq->row, (int64_t)head * lists);
+    return y;
 }
 
 /* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
@@ -206,15 +233,16 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->dx = *dx;
     g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
     g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
-    for (int i = 0; i < NSA__SUMS; i++) {
+    g->dq = nsa__no_view;
+    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_tensor(a, of_q);
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = *to[i];
         sum->view = view[i];
-        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, nsa__sum_width(d, i));
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, sum->shape);
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, nsa__sum_width(d, i)));
         if (same < i) *view[i] = *view[same];
     }
     if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
@@ -230,7 +258,7 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
                                         const nsa_desc *d, int threads) {
     size_t most = nsa__phi_bytes(x, d, 1, threads);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
-        nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
+        const nsa_desc slice = nsa__slice_desc(d, seq.tokens, seq.count, g->kv_heads);
         for (int i = NSA__CMP; i <= NSA__WIN; i++) {
             const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)i, d);
             most = nsa__larger(most, nsa__attend_plan_bytes(&p, threads));
@@ -257,69 +285,29 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_phi_gradient(&nsa__cpu, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
-/* The view x from a row and head on, which become row 0 and head 0. */
-static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int64_t head) {
-    if (x.data) x.data = nsa__row(&x, batch, row, head);
-    return x;
-}
-
-/* Where the views of some heads of a sequence begin. */
-typedef struct nsa__slice_origin {
-    nsa__seq seq;
-    int kv_head;
-} nsa__slice_origin;
-
-/* The views of a branch from a sequence and kv head on: query heads begin at the group of this
-   head, keys of cmp at the sequence's compressed rows. */
-static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                 const nsa__slice_origin *at) {
-    int64_t batch = at->seq.batch, row = at->seq.row;
-    int64_t key_row = nsa__traits_of[branch].compressed ? at->seq.cmp.row : at->seq.keys.row;
-    int head = at->kv_head * (d->heads / d->kv_heads);
-    nsa_attend part;
-    part.q = nsa__view_at(x->q, batch, row, head);
-    part.k = nsa__view_at(x->k, batch, key_row, at->kv_head);
-    part.v = nsa__view_at(x->v, batch, key_row, at->kv_head);
-    part.out = nsa__view_at(x->out, batch, row, head);
-    part.lse = nsa__view_at(x->lse, batch, row, head);
-    part.blocks =
-        nsa__view_at(x->blocks, batch, row, at->kv_head * (nsa__list_heads(d) / d->kv_heads));
-    return part;
-}
-
 /* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
    adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *x,
-                                            const nsa_desc *d, const nsa__slice_origin *at,
+                                            const nsa_desc *d, const nsa__seq *seq, int head,
                                             int kv_heads) {
-    const nsa__sum *q = &g->sum[NSA__SUM_Q];
-    const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
-    const nsa__chain c = nsa__chain_of(x), dc = nsa__chain_of(&g->dx);
-    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win}, *of_dx[] = {&dc.cmp, &dc.slc, &dc.win};
-    const int64_t batch = at->seq.batch, row = at->seq.row;
-    const int head = at->kv_head * (d->heads / d->kv_heads);
-    const int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
-    nsa_gate logits = c.gate, dlogits = dc.gate;
-    nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
-    nsa__flush dq = {
-        g->dx.q, nsa__view_at(q->to, batch, row, head), slice.count, slice.heads, d->dim, 1};
-    logits.logits = nsa__view_at(logits.logits, batch, row, gate_head);
-    dlogits.logits = nsa__view_at(dlogits.logits, batch, row, gate_head);
-    gate.delta_out = dlogits.logits.data ? &g->delta_out : NULL;
-    if (q->owner) nsa__flush_run(&dq, d);
+    const nsa_desc slice = nsa__slice_desc(d, seq->tokens, seq->count, kv_heads);
+    const nsa_attention part = nsa__slice_views(x, d, seq, head);
+    nsa_attention dpart = nsa__slice_views(&g->dx, d, seq, head);
+    nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 1};
+    if (g->dq.data) dpart.q = g->dq, nsa__flush_run(&dq, d);
+    const nsa__chain c = nsa__chain_of(&part), dc = nsa__chain_of(&dpart);
+    const nsa_attend *views[] = {&c.cmp, &c.slc, &c.win}, *dviews[] = {&dc.cmp, &dc.slc, &dc.win};
+    nsa__gate_job gate = nsa__gate_job_make(&dc.gate, &c.gate, &slice);
+    gate.delta_out = dpart.gates.data ? &g->delta_out : NULL;
     for (int i = NSA__CMP; i <= NSA__WIN; i++) {
-        const nsa__branch branch = (nsa__branch)i;
-        const nsa_attend views = nsa__attend_at(of_x[i], d, branch, at);
-        nsa_attend dviews = nsa__attend_at(of_dx[i], d, branch, at);
-        if (q->owner) dviews.q = g->dx.q;
-        nsa__attend_plan p = nsa__backward_plan(&dviews, &views, &slice, branch, d);
+        nsa__attend_plan p = nsa__backward_plan(dviews[i], views[i], &slice, (nsa__branch)i, d);
         p.options.gate = &gate;
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
     if (gate.delta_out) nsa__gate_run(gate);
     dq.clear = 0;
-    if (q->owner) nsa__flush_run(&dq, d);
+    if (g->dq.data) nsa__flush_run(&dq, d);
     return NSA_OK;
 }
 
@@ -332,8 +320,8 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
             const nsa__flush f = {nsa__view_at(*sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
-                                  (int)sum->shape.heads,
-                                  (int)sum->shape.width,
+                                  d->kv_heads,
+                                  nsa__sum_width(d, i),
                                   0};
             nsa__flush_run(&f, d);
         }
@@ -346,14 +334,14 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
                                               const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (g->sum[i].owner) nsa__zero_tensor(g->sum[i].view, g->sum[i].shape, d);
+        if (g->sum[i].owner)
+            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, nsa__sum_width(d, i)), d);
     nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
-    nsa__slice_origin at;
-    for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += g->kv_heads) {
-            int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, x, d, &at, heads));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count && head < d->kv_heads; head += g->kv_heads) {
+            int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)head);
+            NSA__CHECK(nsa__chain_heads_backward(g, x, d, &seq, head, heads));
         }
     const int from = NSA__FROM_START;
     NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));

@@ -142,15 +142,12 @@ typedef struct nsa__decode_job {
 /* The geometry of a task from sequence b on: the new tokens as queries behind those that the cache
    holds, over all keys up to them; its share of the heads. */
 static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
-    nsa_desc d = p->cache->desc;
+    const nsa_desc *all = &p->cache->desc;
+    nsa_desc d = nsa__slice_desc(all, all->tokens, p->count, all->kv_heads / p->parts);
     d.batch = p->sequences;
     d.firsts = p->cache->lengths + b;
     d.counts = p->counts + b;
-    d.count = p->count;
     d.threads = p->threads;
-    d.gate_heads /= p->parts;
-    d.heads /= p->parts;
-    d.kv_heads /= p->parts;
     return d;
 }
 
@@ -159,25 +156,24 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
                                        int head, int packed) {
     const nsa_desc *d = &cache->desc;
-    int64_t group = d->heads / d->kv_heads;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
-    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win, &one.lse_cmp,
-                           &one.lse_slc, &one.lse_win, &one.out,     &one.gates,   &one.blocks};
-    one.gates = nsa__view_at(one.gates, b, 0, (int64_t)d->gate_heads / d->kv_heads * head);
-    one.blocks = nsa__view_at(one.blocks, b, 0, head);
-    for (int i = 0; i < 10; i++) {
-        if (i < 8) *views[i] = nsa__view_at(*views[i], b, 0, group * head);
-        if (packed) views[i]->token = views[i]->batch;
-    }
-    one.k_slc = nsa__view_at(cache->k_slc, b, 0, head);
-    one.v_slc = nsa__view_at(cache->v_slc, b, 0, head);
-    one.k_win = nsa__view_at(cache->k_win, b, 0, head);
-    one.v_win = nsa__view_at(cache->v_win, b, 0, head);
+    nsa_tensor *rows[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win, &one.lse_cmp,
+                          &one.lse_slc, &one.lse_win, &one.out,     &one.gates,   &one.blocks};
+    nsa__seq seq;
+    memset(&seq, 0, sizeof seq);
+    seq.batch = seq.keys.batch = seq.cmp.batch = b;
+    one.k_slc = cache->k_slc;
+    one.v_slc = cache->v_slc;
+    one.k_win = cache->k_win;
+    one.v_win = cache->v_win;
+    one.k_cmp.out = cache->k_cmp;
+    one.v_cmp.out = cache->v_cmp;
+    one = nsa__slice_views(&one, d, &seq, head);
+    for (int i = 0; packed && i < 10; i++) rows[i]->token = rows[i]->batch;
     one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
     one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
-    one.k_cmp.out = nsa__view_at(cache->k_cmp, b, 0, head);
-    one.v_cmp.out = nsa__view_at(cache->v_cmp, b, 0, head);
+    one.out = nsa__view_at(one.out, b, 0, (int64_t)d->heads / d->kv_heads * head);
     for (int i = 0; i < 2; i++) {
         nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
                                     &phis[i]->b2};

@@ -65,6 +65,16 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
+/* n rows of it, side by side, as `columns` columns of `to`. Those behind the last are zeros, as up to
+   15 rows behind the n become. */
+static void nsa__rows_to_columns(const nsa__operand *o, int n, nsa_real *rows, int columns,
+                                 nsa_real *to) {
+    const int behind = nsa__whole_vectors(n) - n;
+    memset(rows + (ptrdiff_t)n * o->stride, 0, (size_t)behind * (size_t)o->stride * sizeof *rows);
+    memset(to, 0, (size_t)o->depth * (size_t)columns * sizeof *to);
+    o->tiles->transpose(n, o->depth, o->stride, rows, columns, to);
+}
+
 /* n rows as such a product takes them: pairs of rows go to `paired`, which numbers do not need. */
 static nsa__matrix nsa__rows_for_over(const nsa__operand *o, int n, nsa__matrix rows,
                                       nsa__packed *paired) {

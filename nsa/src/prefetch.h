@@ -1,5 +1,5 @@
 /* ---- Attention: prefetching ---------------------------------------------------------------------
-   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h).
+   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h).
    Rows of one head are a row of all heads apart, which is further than the hardware prefetches. Who
    goes through such rows takes them from a walker, which prefetches the row that comes later. */
 #pragma once
@@ -10,7 +10,7 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                             int r) {
     const nsa__attend_plan *p = job->plan;
     return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->query_head + r % p->group);
+                    job->head * p->group + r % p->group);
 }
 
 /* The same of each r in turn; the row NSA__ROWS_AHEAD behind it is prefetched. */

@@ -58,9 +58,7 @@ enum {
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
     NSA__ROWS_AHEAD = 16,
     /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32,
-    /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
-    NSA__LISTS_AHEAD = 32
+    NSA__PACKED_AHEAD = 32
 };
 
 typedef struct nsa__schedule {

@@ -209,7 +209,8 @@ static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratc
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     const int64_t tiles = nsa__scorer_task_tiles(job->plan);
-    nsa__in_place_begin(&f.in_place, job->plan, f.q, f.iter.queries * job->plan->group);
+    nsa__rows_to_columns(&job->plan->k, f.iter.queries * job->plan->group, f.q, f.in_place.columns,
+                         f.in_place.q_t);
     nsa__scorer_tiles(&f, job, nth * tiles, tiles);
 }
 
@@ -286,7 +287,7 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     attend.k = to->k;
     attend.lse = to->lse;
     nsa__attend_plan p = nsa__scorer_plan(&attend, d, x != NULL);
-    p.options.select = to;
+    p.select = to;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);

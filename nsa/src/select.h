@@ -50,7 +50,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     memset(&to, 0, sizeof to);
     to.blocks = x->blocks;
     nsa__attend_plan p = nsa__attend_plan_of(NULL, NULL, d, NSA__DENSE, 1, 1);
-    p.options.select = &to;
+    p.select = &to;
     rank.job = nsa__job_make(&p);
     rank.scores = &x->scores;
     nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);

@@ -87,7 +87,7 @@ static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, 
 
 /* Stores a query's scores if they are asked for. */
 static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
-    const nsa_tensor *to = &job->plan->options.select->scores;
+    const nsa_tensor *to = &job->plan->select->scores;
     const nsa_desc *d = job->plan->d;
     if (to->data)
         nsa__store_reals(nsa__list_row(job, to, query), scores,
@@ -100,7 +100,7 @@ static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real 
     const nsa__attend_plan *p = job->plan;
     nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
               nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
-              (int32_t *)nsa__list_row(job, &p->options.select->blocks, query));
+              (int32_t *)nsa__list_row(job, &p->select->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -109,7 +109,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
                                 const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *p_cmp = &p->options.select->p_cmp;
+    const nsa_tensor *p_cmp = &p->select->p_cmp;
     int group = p->group;
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;

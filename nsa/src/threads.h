@@ -130,21 +130,19 @@ static int nsa__claim(int32_t *claims) {
 /* Where a task keeps its state from its first tile to its last. The state itself follows in memory.
    A thread that has not claimed the slot reads its fields by nsa__read, as a hint. */
 typedef struct nsa__task_slot {
-    int32_t claims;      /* 0: no thread works here */
-    int32_t task;        /* the task that is here or begins next; ordered->tasks: none is left */
-    int32_t predecessor; /* the task that comes before it, or -1 */
-    int32_t wait_tile;   /* the tile that this one must have left before the task goes on, or -1 */
-    int32_t started;     /* 1: its state has been loaded */
-    int32_t migrated;    /* 1: the thread's scratch is not the task's any more */
+    int32_t claims;    /* 0: no thread works here */
+    int32_t task;      /* the task that is here or begins next; ordered->tasks: none is left */
+    int32_t wait_tile; /* its predecessor must have left it before the task goes on; -1: no tile */
+    int32_t started;   /* 1: its state has been loaded */
+    int32_t migrated;  /* 1: the thread's scratch is not the task's any more */
 } nsa__task_slot;
 
 /* A run of such tasks. A thread's scratch is | scratch_bytes | slot 0 | .. | slot 3 |. */
 typedef struct nsa__ordered {
     int32_t tasks;
+    int32_t heads;     /* the predecessor of task i, which adds to the same sums, is i - heads */
     int32_t *progress; /* of task i: it, and all that it follows, have left tiles < progress[i] */
     const void *context;
-    /* sets predecessor and wait_tile of a task that has come to a slot */
-    void (*assign)(const struct nsa__ordered *ordered, nsa__task_slot *slot);
     /* goes on with a task by one step; returns 1 if the task is done */
     int (*step)(const struct nsa__ordered *ordered, nsa__task_slot *slot, void *scratch);
     size_t slot_bytes;    /* of a slot and the state of its task */
@@ -155,7 +153,8 @@ static size_t nsa__ordered_scratch(const nsa__ordered *ordered) {
     return ordered->scratch_bytes + NSA__TASK_SLOTS * ordered->slot_bytes;
 }
 
-static int nsa__may_enter(const nsa__ordered *ordered, int32_t predecessor, int32_t tile) {
+static int nsa__may_enter(const nsa__ordered *ordered, int32_t task, int32_t tile) {
+    const int32_t predecessor = task - ordered->heads;
     return predecessor < 0 || nsa__read(ordered->progress + predecessor) > tile;
 }
 
@@ -168,8 +167,8 @@ static nsa__task_slot *nsa__slot_at(const nsa__ordered *ordered, const nsa__team
 /* Puts `task` into a slot that no other thread works at, or marks the slot as done. */
 static void nsa__slot_next(const nsa__ordered *ordered, nsa__task_slot *slot, int64_t task) {
     nsa__write(&slot->started, 0);
+    nsa__write(&slot->wait_tile, -1);
     nsa__write(&slot->task, (int32_t)nsa__min(task, ordered->tasks));
-    if (task < ordered->tasks) ordered->assign(ordered, slot);
 }
 
 /* Claims the slot of the first task that may go on and that no thread works at; NULL if there is
@@ -185,14 +184,12 @@ static nsa__task_slot *nsa__slot_find(const nsa__ordered *ordered, const nsa__te
         int32_t task = nsa__read(&slot->task);
         if (task >= ordered->tasks || nsa__read(&slot->claims)) continue;
         *idle = 1;
-        if (task >= first ||
-            !nsa__may_enter(ordered, nsa__read(&slot->predecessor), nsa__read(&slot->wait_tile)))
-            continue;
+        if (task >= first || !nsa__may_enter(ordered, task, nsa__read(&slot->wait_tile))) continue;
         first = task;
         best = slot;
     }
     if (!best || !nsa__claim(&best->claims)) return NULL;
-    if (best->task < ordered->tasks && nsa__may_enter(ordered, best->predecessor, best->wait_tile))
+    if (best->task < ordered->tasks && nsa__may_enter(ordered, best->task, best->wait_tile))
         return best;
     nsa__write(&best->claims, 0); /* another thread has been at it meanwhile */
     return NULL;
@@ -205,7 +202,7 @@ static int nsa__step_slot(const nsa__ordered *ordered, const nsa__team *team, vo
     int done = 0;
     if (!slot) return 0;
     slot->migrated = 1;
-    while (!done && nsa__may_enter(ordered, slot->predecessor, slot->wait_tile))
+    while (!done && nsa__may_enter(ordered, slot->task, slot->wait_tile))
         done = ordered->step(ordered, slot, scratch);
     if (done) nsa__slot_next(ordered, slot, slot->task + (int64_t)team->threads * NSA__TASK_SLOTS);
     nsa__write(&slot->claims, 0);
