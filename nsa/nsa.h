@@ -9202,6 +9202,20 @@ static int nsa__alone_keys(nsa__backward *f, const nsa__head_job *own, int tile)
     return n;
 }
 
+/* Prefetches what products add to for the keys at hand, and the rows of the next tile's keys. */
+static void nsa__alone_fetch(const nsa__backward *f, const nsa__head_job *own, int i, int n) {
+    const nsa__operand *o = nsa__operand_at(own->plan, i);
+    const ptrdiff_t along = o->stride;
+    const int64_t next = (f->iter.tile + (int64_t)1) * own->plan->cut.tile;
+    for (int j = 0; j < n; j++) {
+        nsa_real *sum = own->sum[i];
+        if (sum) nsa__fetch(sum + (ptrdiff_t)f->keys[j] * o->wide, (size_t)o->wide * sizeof *sum);
+        if (next + j >= own->keys) continue;
+        const ptrdiff_t later = (ptrdiff_t)nsa__key_in_list(&own->rows, next + j);
+        nsa__fetch(own->listed_rows[i] + later * along, (size_t)along * sizeof(nsa_real));
+    }
+}
+
 /* s = q k^T, or dp = dout v^T, of n keys at hand, and zeros behind them. The products are by key,
    where a batch would have p and ds. */
 static void nsa__alone_product(const nsa__backward *f, const nsa__head_job *own, int i, int n,
@@ -9226,6 +9240,7 @@ static void nsa__alone_tile(nsa__backward *f, const nsa__head_job *own) {
     const int n = nsa__alone_keys(f, own, f->iter.tile);
     nsa_real *const left[] = {nsa__share(f, p, 0, f->newest), nsa__share(f, p, 1, f->newest)};
     f->pending_last[f->newest] = f->keys[n - 1];
+    for (int i = 0; i < 2; i++) nsa__alone_fetch(f, own, i, n);
     for (int i = 0; i < 2; i++) nsa__alone_product(f, own, i, n, left[!i]);
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, left);
     const nsa__matrix listed = {own->listed_rows[NSA__OF_K], p->k.stride, 1, f->keys};
