@@ -10876,6 +10876,7 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
     d.gate_heads /= p->parts;
     d.heads /= p->parts;
     d.kv_heads /= p->parts;
+    d.list_heads = d.kv_heads;
     return d;
 }
 
