@@ -73,11 +73,11 @@ static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attentio
     return most;
 }
 
-/* The parts one after another; `from`: see nsa__compress_from. */
+/* The parts one after another; `ring`: of phi's rows. */
 static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
-                                 const nsa_desc *d, int from, void *workspace, size_t bytes) {
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
+                                 const nsa_desc *d, int ring, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, ring, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, ring, workspace, bytes));
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
     return NSA_OK;
@@ -99,7 +99,7 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
+    return nsa__chain_run(&p, x, d, 0, workspace, bytes);
 }
 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
@@ -355,9 +355,8 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
             int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)at.kv_head);
             NSA__CHECK(nsa__chain_heads_backward(g, x, d, &at, heads));
         }
-    const int from = NSA__FROM_START;
-    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));
-    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, from, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, 0, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, 0, g->rest, g->rest_bytes));
     nsa__chain_flush(g, d);
     return NSA_OK;
 }
