@@ -1419,16 +1419,6 @@ static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x)
     return side->reals | ((unsigned)x->dtype > NSA_F8 ? 0 : 1u << x->dtype & side->floats);
 }
 
-/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
-   forward's lse there, which would be taken for a gradient. */
-static nsa_status nsa__check_lse_gradient(const nsa__checked *c, const nsa__view *v,
-                                          const nsa_tensor *dlse, const nsa_tensor *lse) {
-    const int field = v->field | NSA__GRADIENT;
-    if (!dlse->data) return NSA_OK;
-    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
-    return nsa__check_by(c, v, dlse, c->side->reals, 0, field);
-}
-
 /* The first n views of a struct x. */
 static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views, int n,
                                    const void *x) {
@@ -1444,7 +1434,9 @@ static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views
     return NSA_OK;
 }
 
-/* The gradients in dx: first those that are given, then those that are asked for. */
+/* The gradients in dx: first those that are given, of which dx.lse may be absent, then those that
+   are asked for. A caller who fills dx by copying x leaves forward's lse in dx.lse, where it would
+   be taken for a gradient. */
 static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *views, int n,
                                        const void *dx, const void *x) {
     for (int adds = 0; adds < 2; adds++)
@@ -1453,13 +1445,12 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             const nsa_tensor *of = nsa__view_in(x, v), *to = nsa__view_in(dx, v);
             const int field = v->field | NSA__GRADIENT;
             if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
-            if (v->gradient == NSA__GIVEN)
-                NSA__CHECK(
-                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | c->side->reals, 0, field));
-            else if (v->gradient == NSA__GIVEN_LSE)
-                NSA__CHECK(nsa__check_lse_gradient(c, v, to, of));
-            else if (to->data)
-                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(c->side, of), 1, field));
+            if (v->gradient != NSA__GIVEN && !to->data) continue;
+            if (v->gradient == NSA__GIVEN_LSE && to->data == of->data)
+                return nsa__error(NSA_ERROR_SHARED, field);
+            const unsigned dtypes = adds ? nsa__gradient_dtypes(c->side, of)
+                                         : nsa__view_dtypes(c, v) | c->side->reals;
+            NSA__CHECK(nsa__check_by(c, v, to, dtypes, adds, field));
         }
     return NSA_OK;
 }
