@@ -6961,6 +6961,59 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     return NSA_OK;
 }
 
+/* A call, and the sequence at hand. */
+typedef struct nsa__rank_job {
+    const nsa_rank *x;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+} nsa__rank_job;
+
+/* The lists of a query: of each its scores as reals, then as ordered integers. */
+static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
+    const nsa__rank_job *p = (const nsa__rank_job *)context;
+    const nsa_tensor *x = &p->x->scores, *blocks = &p->x->blocks;
+    const int64_t batch = p->seq.batch, row = p->seq.row + t;
+    const int query = p->seq.first + (int)t;
+    const int n = nsa__slc_candidates(p->d, p->seq.tokens, query);
+    nsa_real *scores = (nsa_real *)scratch;
+    for (int head = 0; head < nsa__list_heads(p->d); head++) {
+        nsa__load(scores, x->dtype, nsa__row(x, batch, row, head), n);
+        nsa__order(scores, n);
+        nsa__rank(scores, n, nsa__forced_local(p->d, p->seq.tokens, query), p->d, p->tiles,
+                  (int32_t *)nsa__row(blocks, batch, row, head));
+    }
+}
+
+/* Scratch of a thread: the scores of one list, in whole vectors. */
+static size_t nsa__rank_scratch(const nsa_desc *d) {
+    nsa__arena scratch = {NULL, 0};
+    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    return scratch.used;
+}
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
+}
+
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__rank_job p;
+    nsa__team team;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    nsa__run_tokens(&team, d, &p.seq, nsa__rank_token, &p);
+    return NSA_OK;
+}
+
 /* The first of n slots that breaks the form, or -1: a list ascends, without duplicates, and has
    nothing but -1 behind its last candidate. */
 static int nsa__list_fault(int candidates, const int32_t *list, int n, const char **reason) {
@@ -8304,7 +8357,7 @@ static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it
 }
 
 /* ---- Selection: scores of blocks -------------------------------------------------------------
-   Twin: kernels/select_score.cuh. Not here: who asks for lists (select.h, attend_forward.h).
+   Twin: kernels/select_score.cuh. Not here: who asks for lists (score.h, attend_forward.h).
    From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
    end; cmp's forward keeps those that it computes anyway.
      Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
@@ -10042,63 +10095,6 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     to.scores = x->scores;
     to.blocks = x->blocks;
     return nsa__scorer_run(&to, x, d, workspace, bytes);
-}
-
-/* ---- Selection ----------------------------------------------------------------------------------
-   Twin: kernels/select_blocks.cuh. Not here: selection from cmp's own scores (attend_forward.h),
-   tasks of nsa_select_blocks (score.h). */
-
-/* Ranking of scores that are given: a head job of which sequence and head are used. */
-typedef struct nsa__rank_job {
-    nsa__head_job job;
-    const nsa_tensor *scores;
-} nsa__rank_job;
-
-/* Eq. 11 for a query: its scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
-    const nsa_tensor *x = ((const nsa__rank_job *)context)->scores;
-    nsa__head_job job = ((const nsa__rank_job *)context)->job;
-    nsa_real *scores = (nsa_real *)scratch;
-    const int query = job.seq.first + (int)t;
-    const int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
-    for (job.head = 0; job.head < job.plan->heads; job.head++) {
-        nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
-        nsa__order(scores, n);
-        nsa__rank_query(&job, query, scores);
-    }
-}
-
-/* Scratch of a thread: the scores of one list, in whole vectors. */
-static size_t nsa__rank_scratch(const nsa_desc *d) {
-    nsa__arena scratch = {NULL, 0};
-    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
-    return scratch.used;
-}
-
-NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
-}
-
-NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
-                                    size_t bytes) {
-    nsa__rank_job rank;
-    nsa__team team;
-    nsa_desc own;
-    nsa_select to;
-    d = nsa__rank_desc(d, &own);
-    const nsa__checked c = nsa__checked_of(d, 1, 0);
-    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
-    memset(&to, 0, sizeof to);
-    to.blocks = x->blocks;
-    nsa__attend_plan p = nsa__attend_plan_of(NULL, NULL, d, NSA__DENSE, 1, 1);
-    p.options.select = &to;
-    rank.job = nsa__job_make(&p);
-    rank.scores = &x->scores;
-    nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);
-    return NSA_OK;
 }
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {

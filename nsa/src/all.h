@@ -47,7 +47,6 @@ extern "C" {
 #include "attend.h"
 #include "merge.h"
 #include "score.h"
-#include "select.h"
 #include "score_lists.h"
 #include "attention.h"
 #include "decode.h"

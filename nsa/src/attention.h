@@ -6,7 +6,6 @@
 #pragma once
 #include "compress.h"
 #include "attend.h"
-#include "select.h"
 #include "gate.h"
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {

@@ -314,3 +314,14 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     to.blocks = x->blocks;
     return nsa__scorer_run(&to, x, d, workspace, bytes);
 }
+
+NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
+    return nsa__scorer_bytes(d, 0);
+}
+
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes) {
+    const nsa__checked c = nsa__checked_of(d, 1, 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__select_views, NSA__SELECT_VIEWS, NULL, x));
+    return nsa__scorer_run(x, NULL, d, workspace, bytes);
+}

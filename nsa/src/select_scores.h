@@ -1,5 +1,5 @@
 /* ---- Selection: scores of blocks -------------------------------------------------------------
-   Twin: kernels/select_score.cuh. Not here: who asks for lists (select.h, attend_forward.h).
+   Twin: kernels/select_score.cuh. Not here: who asks for lists (score.h, attend_forward.h).
    From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
    end; cmp's forward keeps those that it computes anyway.
      Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
