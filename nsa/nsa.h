@@ -1448,8 +1448,8 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             if (v->gradient != NSA__GIVEN && !to->data) continue;
             if (v->gradient == NSA__GIVEN_LSE && to->data == of->data)
                 return nsa__error(NSA_ERROR_SHARED, field);
-            const unsigned dtypes = adds ? nsa__gradient_dtypes(c->side, of)
-                                         : nsa__view_dtypes(c, v) | c->side->reals;
+            const unsigned dtypes =
+                adds ? nsa__gradient_dtypes(c->side, of) : nsa__view_dtypes(c, v) | c->side->reals;
             NSA__CHECK(nsa__check_by(c, v, to, dtypes, adds, field));
         }
     return NSA_OK;
@@ -2187,17 +2187,6 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #endif
 #endif
 
-/* Whether an Arm processor has BFDOT. The compiler's flags may promise it; Linux says it. */
-#ifdef NSA__HAS_NEON_BF16
-static int nsa__has_bfdot(void) {
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-    return 1;
-#else
-    return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
-#endif
-}
-#endif
-
 NSA_API int nsa_isa_available(nsa_isa isa) {
     switch (isa) {
     case NSA_ISA_DETECT:
@@ -2230,8 +2219,12 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
         return nsa_isa_available(NSA_ISA_AVX512) && __builtin_cpu_supports("avx512bf16");
 #endif
 #ifdef NSA__HAS_NEON_BF16
-    case NSA_ISA_NEON_BF16:
-        return nsa__has_bfdot();
+    case NSA_ISA_NEON_BF16: /* BFDOT: the compiler's flags may promise it; Linux says it */
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+        return 1;
+#else
+        return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
+#endif
 #endif
     default:
         return 0;

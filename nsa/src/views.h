@@ -207,8 +207,8 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             if (v->gradient != NSA__GIVEN && !to->data) continue;
             if (v->gradient == NSA__GIVEN_LSE && to->data == of->data)
                 return nsa__error(NSA_ERROR_SHARED, field);
-            const unsigned dtypes = adds ? nsa__gradient_dtypes(c->side, of)
-                                         : nsa__view_dtypes(c, v) | c->side->reals;
+            const unsigned dtypes =
+                adds ? nsa__gradient_dtypes(c->side, of) : nsa__view_dtypes(c, v) | c->side->reals;
             NSA__CHECK(nsa__check_by(c, v, to, dtypes, adds, field));
         }
     return NSA_OK;
