@@ -1354,8 +1354,7 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
 typedef struct nsa__side {
     nsa_status (*desc)(const nsa_desc *d);
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
-    nsa__shape (*keys)(const nsa_desc *d, int64_t width);
-    nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
+    nsa__shape (*keys)(const nsa_desc *d, int compressed, int64_t width);
     nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
                        int field);
     unsigned floats, reals;
@@ -1383,7 +1382,7 @@ static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
                           nsa_slc_count(d, d->tokens),
                           nsa_cmp_count(d, d->tokens)};
     if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
-    return (c->compressed ? c->side->cmp : c->side->keys)(d, widths[v->width]);
+    return c->side->keys(d, c->compressed, widths[v->width]);
 }
 
 /* Checks a view of x, or of dx if the field says so. */
@@ -1532,10 +1531,11 @@ static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const 
 static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
     nsa__parameter list[5];
     if (c->forward || x->phi != NSA_PHI_MEAN)
-        NSA__CHECK(c->side->rows(&x->x, c->side->keys(c->d, x->dim), c->rows, 0, base + NSA__AT_x));
+        NSA__CHECK(
+            c->side->rows(&x->x, c->side->keys(c->d, 0, x->dim), c->rows, 0, base + NSA__AT_x));
     if (c->forward)
         NSA__CHECK(
-            c->side->rows(&x->out, c->side->cmp(c->d, x->dim), c->rows, 1, base + NSA__AT_out));
+            c->side->rows(&x->out, c->side->keys(c->d, 1, x->dim), c->rows, 1, base + NSA__AT_out));
     for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
         const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
         if (list[i].optional && !list[i].x->data) continue;
@@ -1550,7 +1550,8 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
 static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
                                           const nsa_compress *x, const nsa_desc *d, int base) {
     nsa__parameter list[5];
-    NSA__CHECK(nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, x->dim), base + NSA__AT_x));
+    NSA__CHECK(
+        nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, 0, x->dim), base + NSA__AT_x));
     for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
         const int heads = list[i].dx->head ? d->kv_heads : 1;
         const nsa__shape shape = {1, list[i].rows, heads, list[i].width};
@@ -2569,27 +2570,20 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
     return nsa__shape_of(d, d->count, in_all, heads, width);
 }
 
-static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {
-    nsa__shape shape = {d->page_count, page_rows, d->kv_heads, width};
-    return shape;
-}
-
-static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
-    if (d->pages) return nsa__paged_shape(d, d->page_tokens, width);
-    return nsa__shape_of(d, d->tokens, nsa__packed_tokens(d), d->kv_heads, width);
-}
-
-static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
-    if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
-    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__cmp_rows(d), d->kv_heads, width);
+/* The shape of a view of keys: a row for each token, or compressed block. */
+static nsa__shape nsa__key_shape(const nsa_desc *d, int compressed, int64_t width) {
+    const int64_t rows = compressed ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    const int64_t packed = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
+    const int stride = compressed ? d->cmp_stride : 1;
+    const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
+    return d->pages ? paged : nsa__shape_of(d, rows, packed, d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */
 enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
 
-static const nsa__side nsa__cpu = {nsa_desc_check,      nsa__query_shape, nsa__key_shape,
-                                   nsa__cmp_shape,      nsa__check_view,  NSA__TENSORS,
-                                   1u << NSA_REAL_DTYPE};
+static const nsa__side nsa__cpu = {nsa_desc_check,  nsa__query_shape, nsa__key_shape,
+                                   nsa__check_view, NSA__TENSORS,     1u << NSA_REAL_DTYPE};
 
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {
@@ -6847,7 +6841,7 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
     const nsa__checked c = nsa__checked_of(d, 0, 0);
     NSA__CHECK(nsa__check_phi(&c, x, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), NSA__TENSORS, 0,
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__key_shape(d, 1, x->dim), NSA__TENSORS, 0,
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, dx, x, d, 0));
     return nsa__compress_go(dx, x, d, 0, workspace, bytes);
@@ -10524,7 +10518,7 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         nsa__sum *sum = &g->sum[i];
         sum->to = *to[i];
         sum->view = view[i];
-        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, nsa__sum_width(d, i));
+        sum->shape = i == NSA__SUM_Q ? of_q : nsa__key_shape(d, 0, nsa__sum_width(d, i));
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
@@ -10532,8 +10526,8 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         if (same < i) *view[i] = *view[same];
     }
     if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
-    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim));
+    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -10661,8 +10655,8 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
                                               const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (g->sum[i].owner) nsa__zero_tensor(g->sum[i].view, g->sum[i].shape, d);
-    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
-    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
+    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__key_shape(d, 1, d->dim), d);
+    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__key_shape(d, 1, d->dim_v), d);
     nsa__slice_origin at;
     for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += g->kv_heads) {
