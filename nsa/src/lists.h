@@ -34,7 +34,7 @@ NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
 }
 
 /* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
-   makes them, which leaves a score that is neither negative nor NaN as it is. */
+   makes them. */
 NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
                                        const nsa__tiles *tiles) {
     int count = 0;

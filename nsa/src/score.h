@@ -138,9 +138,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, int 
         else if (f->x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
-    nsa__store_scores(job, query, scores);
-    nsa__order(scores, n);
-    nsa__rank_query(job, query, scores);
+    nsa__store_list(job, query, scores);
 }
 
 /* Loads the rows of q and their numbers, and marks rows that are not finite. */

@@ -85,22 +85,18 @@ static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, 
     for (; n < width; n++) to[n] = behind;
 }
 
-/* Stores a query's scores if they are asked for. */
-static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
-    const nsa_tensor *to = &job->plan->options.select->scores;
-    const nsa_desc *d = job->plan->d;
-    if (to->data)
-        nsa__store_reals(nsa__list_row(job, to, query), scores,
-                         nsa__slc_candidates(d, job->seq.tokens, query),
-                         nsa_slc_count(d, d->tokens), nsa__minus_infinity());
-}
-
-/* Eq. 11 of a query whose scores are in the order of their bits. */
-static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real *scores) {
+/* Ends a query: stores its scores, if they are asked for, and its list, Eq. 11. The scores become
+   integers in their order. */
+static void nsa__store_list(const nsa__head_job *job, int query, nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
-    nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
-              nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
-              (int32_t *)nsa__list_row(job, &p->options.select->blocks, query));
+    const nsa_select *to = p->options.select;
+    const int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
+    if (to->scores.data)
+        nsa__store_reals(nsa__list_row(job, &to->scores, query), scores, n,
+                         nsa_slc_count(p->d, p->d->tokens), nsa__minus_infinity());
+    nsa__order(scores, n);
+    nsa__rank(scores, n, nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
+              (int32_t *)nsa__list_row(job, &to->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -121,10 +117,9 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        nsa__store_scores(job, query, f->scores);
         if (p_cmp->data)
             nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
                              nsa_cmp_count(p->d, p->d->tokens), 0);
-        nsa__rank_query(job, query, f->scores);
+        nsa__store_list(job, query, f->scores);
     }
 }
