@@ -6860,14 +6860,14 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
 
 /* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
    ascend already; the sign bit puts them above the negative ones, whose bits descend and are
-   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
+   subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
+   NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits = nsa__bits_of(score);
-    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
-    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
-    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
+    const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
+    if (size > infinity) return 0; /* NaN */
+    return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
 /* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
@@ -7471,7 +7471,6 @@ typedef struct nsa__head_job {
     nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
     uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
     int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
-    nsa_real *stencil;           /* selection: weights of Eq. 9 around a selection block */
 } nsa__head_job;
 
 /* Backward has two of much: of v, dout and p; and of k, q and ds. */
@@ -8353,19 +8352,12 @@ static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale */
-    int64_t stride;   /* of a row of s: whole tiles and one vector */
-    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
-    nsa_real *scores; /* of one query and selection block: p_slc */
+    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale */
+    int64_t stride;    /* of a row of s: whole tiles and one vector */
+    nsa_real *stencil; /* weights of Eq. 9 around a selection block */
+    nsa_real *p_cmp;   /* of one query and compressed block: summed over the group's heads */
+    nsa_real *scores;  /* of one query and selection block: p_slc */
 } nsa__scoring;
-
-static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
-    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
-    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
-    f->p_cmp = nsa__alloc_reals(a, f->stride);
-    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
    size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
@@ -8376,23 +8368,30 @@ static int nsa__stencil_size(const nsa_desc *d) {
     return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
 }
 
+static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
+    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
+    f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
+    f->p_cmp = nsa__alloc_reals(a, f->stride);
+    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
 /* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
    later, by nsa__scores. */
-static void nsa__fill_stencil(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
+static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
     int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
     int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
     for (int u = 0; u < nsa__stencil_size(d); u++)
-        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+        stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
-NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
-                                      nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
+NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query) {
+    const nsa_desc *d = job->plan->d;
+    const nsa_real *p_cmp = f->p_cmp, *stencil = f->stencil;
+    nsa_real *scores = f->scores;
     int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
         step = d->slc_block / d->cmp_stride;
@@ -8404,7 +8403,7 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
         for (int u = from; u < to; u++) {
             nsa_real value = p_cmp[first + u];
             if (sums)
-                score += job->stencil[u] * value;
+                score += stencil[u] * value;
             else
                 score = value > score ? value : score;
         }
@@ -8446,6 +8445,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *p_cmp = &p->options.select->p_cmp;
     int group = p->group;
+    nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
@@ -8453,7 +8453,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
                               lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
                               f->p_cmp);
-        nsa__scores(job, query, f->p_cmp, f->scores);
+        nsa__scores(f, job, query);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
         if (p_cmp->data)
@@ -8905,7 +8905,6 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
-        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
@@ -8984,10 +8983,8 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; i < p->cut.head_slots; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++)
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
-        if (p->options.select) nsa__fill_stencil(&jobs[i]);
-    }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;
@@ -9986,7 +9983,6 @@ static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan 
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
-        if (!pools) jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
     }
     return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
                  : NULL;
@@ -10049,7 +10045,6 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
-    for (int i = 0; !x && i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs.keys[i]);
     nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
     return NSA_OK;
 }

@@ -14,14 +14,14 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
 
 /* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
    ascend already; the sign bit puts them above the negative ones, whose bits descend and are
-   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
+   subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
+   NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits = nsa__bits_of(score);
-    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
-    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
-    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
+    const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
+    if (size > infinity) return 0; /* NaN */
+    return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
 /* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units

@@ -225,7 +225,6 @@ static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan 
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
-        if (!pools) jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
     }
     return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
                  : NULL;
@@ -288,7 +287,6 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
-    for (int i = 0; !x && i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs.keys[i]);
     nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
     return NSA_OK;
 }
