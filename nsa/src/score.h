@@ -42,18 +42,13 @@ static int64_t nsa__scorer_shared(const nsa__attend_plan *p) {
     return ragged || p->d->count <= few ? nsa__min(p->d->count, few) : 0;
 }
 
-/* Whether blocks pool scores of keys. nsa_select_blocks does not, and has all keys packed. */
-static int nsa__scorer_pools(const nsa__attend_plan *p) {
-    return p->cut.in_place_max > 0;
-}
-
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (!nsa__scorer_pools(p)) {
+    if (!p->cut.in_place_max) { /* nsa_select_blocks, which has all keys packed */
         nsa__scoring_alloc(&f->scoring, p, a);
         return;
     }
@@ -221,13 +216,11 @@ static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch
 /* Returns the scores that tasks share. */
 static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                     nsa__arena *shared) {
-    const int pools = nsa__scorer_pools(p);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
     }
-    return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
-                 : NULL;
+    return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }
 
 /* The plan of a branch whose spans are all keys that a query sees: tokens, or compressed blocks.
