@@ -1354,8 +1354,7 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
 typedef struct nsa__side {
     nsa_status (*desc)(const nsa_desc *d);
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
-    nsa__shape (*keys)(const nsa_desc *d, int64_t width);
-    nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
+    nsa__shape (*keys)(const nsa_desc *d, int compressed, int64_t width);
     nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
                        int field);
     unsigned floats, reals;
@@ -1383,7 +1382,7 @@ static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
                           nsa_slc_count(d, d->tokens),
                           nsa_cmp_count(d, d->tokens)};
     if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
-    return (c->compressed ? c->side->cmp : c->side->keys)(d, widths[v->width]);
+    return c->side->keys(d, c->compressed, widths[v->width]);
 }
 
 /* Checks a view of x, or of dx if the field says so. */
@@ -1419,16 +1418,6 @@ static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x)
     return side->reals | ((unsigned)x->dtype > NSA_F8 ? 0 : 1u << x->dtype & side->floats);
 }
 
-/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
-   forward's lse there, which would be taken for a gradient. */
-static nsa_status nsa__check_lse_gradient(const nsa__checked *c, const nsa__view *v,
-                                          const nsa_tensor *dlse, const nsa_tensor *lse) {
-    const int field = v->field | NSA__GRADIENT;
-    if (!dlse->data) return NSA_OK;
-    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
-    return nsa__check_by(c, v, dlse, c->side->reals, 0, field);
-}
-
 /* The first n views of a struct x. */
 static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views, int n,
                                    const void *x) {
@@ -1444,7 +1433,9 @@ static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views
     return NSA_OK;
 }
 
-/* The gradients in dx: first those that are given, then those that are asked for. */
+/* The gradients in dx: first those that are given, of which dx.lse may be absent, then those that
+   are asked for. A caller who fills dx by copying x leaves forward's lse in dx.lse, where it would
+   be taken for a gradient. */
 static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *views, int n,
                                        const void *dx, const void *x) {
     for (int adds = 0; adds < 2; adds++)
@@ -1453,13 +1444,12 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             const nsa_tensor *of = nsa__view_in(x, v), *to = nsa__view_in(dx, v);
             const int field = v->field | NSA__GRADIENT;
             if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
-            if (v->gradient == NSA__GIVEN)
-                NSA__CHECK(
-                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | c->side->reals, 0, field));
-            else if (v->gradient == NSA__GIVEN_LSE)
-                NSA__CHECK(nsa__check_lse_gradient(c, v, to, of));
-            else if (to->data)
-                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(c->side, of), 1, field));
+            if (v->gradient != NSA__GIVEN && !to->data) continue;
+            if (v->gradient == NSA__GIVEN_LSE && to->data == of->data)
+                return nsa__error(NSA_ERROR_SHARED, field);
+            const unsigned dtypes =
+                adds ? nsa__gradient_dtypes(c->side, of) : nsa__view_dtypes(c, v) | c->side->reals;
+            NSA__CHECK(nsa__check_by(c, v, to, dtypes, adds, field));
         }
     return NSA_OK;
 }
@@ -1541,10 +1531,11 @@ static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const 
 static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
     nsa__parameter list[5];
     if (c->forward || x->phi != NSA_PHI_MEAN)
-        NSA__CHECK(c->side->rows(&x->x, c->side->keys(c->d, x->dim), c->rows, 0, base + NSA__AT_x));
+        NSA__CHECK(
+            c->side->rows(&x->x, c->side->keys(c->d, 0, x->dim), c->rows, 0, base + NSA__AT_x));
     if (c->forward)
         NSA__CHECK(
-            c->side->rows(&x->out, c->side->cmp(c->d, x->dim), c->rows, 1, base + NSA__AT_out));
+            c->side->rows(&x->out, c->side->keys(c->d, 1, x->dim), c->rows, 1, base + NSA__AT_out));
     for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
         const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
         if (list[i].optional && !list[i].x->data) continue;
@@ -1559,7 +1550,8 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
 static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
                                           const nsa_compress *x, const nsa_desc *d, int base) {
     nsa__parameter list[5];
-    NSA__CHECK(nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, x->dim), base + NSA__AT_x));
+    NSA__CHECK(
+        nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, 0, x->dim), base + NSA__AT_x));
     for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
         const int heads = list[i].dx->head ? d->kv_heads : 1;
         const nsa__shape shape = {1, list[i].rows, heads, list[i].width};
@@ -2060,6 +2052,11 @@ static int64_t nsa__ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
+/* Numbers of a row in whole vectors. */
+static int nsa__whole_vectors(int width) {
+    return (int)nsa__ceil_div(width, NSA__LANES) * NSA__LANES;
+}
+
 NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
     const int64_t row = nsa__row_elements(dtype, width);
     const nsa_tensor x = {data, dtype, row * heads * tokens, row * heads, row};
@@ -2196,17 +2193,6 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #endif
 #endif
 
-/* Whether an Arm processor has BFDOT. The compiler's flags may promise it; Linux says it. */
-#ifdef NSA__HAS_NEON_BF16
-static int nsa__has_bfdot(void) {
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-    return 1;
-#else
-    return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
-#endif
-}
-#endif
-
 NSA_API int nsa_isa_available(nsa_isa isa) {
     switch (isa) {
     case NSA_ISA_DETECT:
@@ -2239,8 +2225,12 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
         return nsa_isa_available(NSA_ISA_AVX512) && __builtin_cpu_supports("avx512bf16");
 #endif
 #ifdef NSA__HAS_NEON_BF16
-    case NSA_ISA_NEON_BF16:
-        return nsa__has_bfdot();
+    case NSA_ISA_NEON_BF16: /* BFDOT: the compiler's flags may promise it; Linux says it */
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+        return 1;
+#else
+        return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
+#endif
 #endif
     default:
         return 0;
@@ -2580,27 +2570,20 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
     return nsa__shape_of(d, d->count, in_all, heads, width);
 }
 
-static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {
-    nsa__shape shape = {d->page_count, page_rows, d->kv_heads, width};
-    return shape;
-}
-
-static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
-    if (d->pages) return nsa__paged_shape(d, d->page_tokens, width);
-    return nsa__shape_of(d, d->tokens, nsa__packed_tokens(d), d->kv_heads, width);
-}
-
-static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
-    if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
-    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__cmp_rows(d), d->kv_heads, width);
+/* The shape of a view of keys: a row for each token, or compressed block. */
+static nsa__shape nsa__key_shape(const nsa_desc *d, int compressed, int64_t width) {
+    const int64_t rows = compressed ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    const int64_t packed = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
+    const int stride = compressed ? d->cmp_stride : 1;
+    const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
+    return d->pages ? paged : nsa__shape_of(d, rows, packed, d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */
 enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
 
-static const nsa__side nsa__cpu = {nsa_desc_check,      nsa__query_shape, nsa__key_shape,
-                                   nsa__cmp_shape,      nsa__check_view,  NSA__TENSORS,
-                                   1u << NSA_REAL_DTYPE};
+static const nsa__side nsa__cpu = {nsa_desc_check,  nsa__query_shape, nsa__key_shape,
+                                   nsa__check_view, NSA__TENSORS,     1u << NSA_REAL_DTYPE};
 
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {
@@ -6233,29 +6216,26 @@ typedef struct nsa__gate_job {
     nsa__seq seq;
 } nsa__gate_job;
 
-/* out = sum_i g[i] branch[i] of query t of the sequence and one head. */
-static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
+/* out = sum_i g[i] branch[i] of all heads of a token. */
+static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
     int64_t batch = p->seq.batch, at = p->seq.row + t;
-    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
+    int dim_v = d->dim_v, wide = nsa__whole_vectors(dim_v);
     nsa_real g[3], row[4][NSA__MAX_DIM];
     const nsa_real *const x[3] = {row[0], row[1], row[2]};
-    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
-    nsa__gate_weights(d->gate, g);
-    for (int i = 0; i < 3; i++) {
-        nsa__load(row[i], branch[i]->dtype, nsa__row(branch[i], batch, at, head), dim_v);
-        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-    }
-    p->tiles->gate(wide, g, x, row[3]);
-    nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-}
-
-/* out of all heads of a token. */
-static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
     (void)scratch;
-    for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
+    for (int h = 0; h < d->heads; h++) {
+        nsa__load_gates(g, &p->x->logits, d, batch, at, h / (d->heads / d->gate_heads));
+        nsa__gate_weights(d->gate, g);
+        for (int i = 0; i < 3; i++) {
+            nsa__load(row[i], branch[i]->dtype, nsa__row(branch[i], batch, at, h), dim_v);
+            memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
+        }
+        p->tiles->gate(wide, g, x, row[3]);
+        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, h), row[3], dim_v);
+    }
 }
 
 /* dg of one token and gate head, and the branches' gradients of its query heads:
@@ -6266,8 +6246,7 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
     const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
-    int sharers = d->heads / d->gate_heads;
-    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    int sharers = d->heads / d->gate_heads, wide = nsa__whole_vectors(d->dim_v);
     nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
     for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
@@ -6364,7 +6343,6 @@ typedef struct nsa__compress_job {
     nsa__seq seq;
     int head;
     int ring;            /* a decoding cache's raw rows; 0: straight */
-    int appends;         /* blocks that the tokens before query `first` complete are there */
     nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
@@ -6409,9 +6387,10 @@ static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token
     return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
 }
 
-/* The first block to compute. */
+/* The first block to compute. If tokens have been appended, those before query `first` have their
+   blocks. */
 static int nsa__compress_begin(const nsa__compress_job *p) {
-    return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
+    return p->d->firsts ? nsa_cmp_count(p->d, p->seq.first) : 0;
 }
 
 /* Whether the appended tokens complete a block of any sequence. */
@@ -6813,23 +6792,15 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     return nsa__compress_check_sizes(x, d, 0);
 }
 
-/* Which blocks are computed: all, or those that appended tokens complete, whose rows lie straight
-   (0) or in a ring of so many (above 0). */
-enum { NSA__FROM_START = -1 };
-static int nsa__compress_from(const nsa_desc *d) {
-    return d->firsts ? 0 : NSA__FROM_START;
-}
-
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   int from, void *workspace, size_t bytes) {
+                                   int ring, void *workspace, size_t bytes) {
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_job p = nsa__compress_plan(x, d, dx != NULL, &shared, &scratch);
     p.dx = dx;
-    p.ring = (int)nsa__max(0, from);
-    p.appends = from != NSA__FROM_START;
+    p.ring = ring;
     /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
-    if (p.appends && !nsa__completes_blocks(&p)) return NSA_OK;
+    if (d->firsts && !nsa__completes_blocks(&p)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -6852,7 +6823,7 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     const nsa__checked c = nsa__checked_of(d, 1, 0);
     NSA__CHECK(nsa__check_phi(&c, x, 0));
-    return nsa__compress_go(NULL, x, d, nsa__compress_from(d), workspace, bytes);
+    return nsa__compress_go(NULL, x, d, 0, workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
@@ -6867,10 +6838,10 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
     const nsa__checked c = nsa__checked_of(d, 0, 0);
     NSA__CHECK(nsa__check_phi(&c, x, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), NSA__TENSORS, 0,
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__key_shape(d, 1, x->dim), NSA__TENSORS, 0,
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, dx, x, d, 0));
-    return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
+    return nsa__compress_go(dx, x, d, 0, workspace, bytes);
 }
 
 /* ---- Block lists: ranking, form -----------------------------------------------------------------
@@ -6886,14 +6857,14 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
 
 /* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
    ascend already; the sign bit puts them above the negative ones, whose bits descend and are
-   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
+   subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
+   NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits = nsa__bits_of(score);
-    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
-    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
-    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
+    const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
+    if (size > infinity) return 0; /* NaN */
+    return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
 /* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
@@ -6906,7 +6877,7 @@ NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
 }
 
 /* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
-   makes them, which leaves a score that is neither negative nor NaN as it is. */
+   makes them. */
 NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
                                        const nsa__tiles *tiles) {
     int count = 0;
@@ -6972,6 +6943,59 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
     nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,
               list);
+    return NSA_OK;
+}
+
+/* A call, and the sequence at hand. */
+typedef struct nsa__rank_job {
+    const nsa_rank *x;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+} nsa__rank_job;
+
+/* The lists of a query: of each its scores as reals, then as ordered integers. */
+static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
+    const nsa__rank_job *p = (const nsa__rank_job *)context;
+    const nsa_tensor *x = &p->x->scores, *blocks = &p->x->blocks;
+    const int64_t batch = p->seq.batch, row = p->seq.row + t;
+    const int query = p->seq.first + (int)t;
+    const int n = nsa__slc_candidates(p->d, p->seq.tokens, query);
+    nsa_real *scores = (nsa_real *)scratch;
+    for (int head = 0; head < nsa__list_heads(p->d); head++) {
+        nsa__load(scores, x->dtype, nsa__row(x, batch, row, head), n);
+        nsa__order(scores, n);
+        nsa__rank(scores, n, nsa__forced_local(p->d, p->seq.tokens, query), p->d, p->tiles,
+                  (int32_t *)nsa__row(blocks, batch, row, head));
+    }
+}
+
+/* Scratch of a thread: the scores of one list, in whole vectors. */
+static size_t nsa__rank_scratch(const nsa_desc *d) {
+    nsa__arena scratch = {NULL, 0};
+    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    return scratch.used;
+}
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
+}
+
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__rank_job p;
+    nsa__team team;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    nsa__run_tokens(&team, d, &p.seq, nsa__rank_token, &p);
     return NSA_OK;
 }
 
@@ -7140,11 +7164,7 @@ typedef struct nsa__schedule {
     int least_tasks;     /* of a head job, if its queries are enough */
 } nsa__schedule;
 
-/* Numbers of a row in whole vectors. */
-static int nsa__whole_vectors(int width) {
-    return (int)nsa__ceil_div(width, NSA__LANES) * NSA__LANES;
-}
-/* Of a row of q and one of v, or of k and v. */
+/* Numbers in whole vectors of a row of q and one of v, or of k and v. */
 static int nsa__row_numbers(const nsa_desc *d) {
     return nsa__whole_vectors(d->dim) + nsa__whole_vectors(d->dim_v);
 }
@@ -7311,8 +7331,8 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
-/* n rows of it, side by side, as `columns` columns of `to`. Those behind the last are zeros, as up to
-   15 rows behind the n become. */
+/* n rows of it, side by side, as `columns` columns of `to`. Those behind the last are zeros, as up
+   to 15 rows behind the n become. */
 static void nsa__rows_to_columns(const nsa__operand *o, int n, nsa_real *rows, int columns,
                                  nsa_real *to) {
     const int behind = nsa__whole_vectors(n) - n;
@@ -7455,7 +7475,6 @@ typedef struct nsa__head_job {
     nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
     uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
     int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
-    nsa_real *stencil;           /* selection: weights of Eq. 9 around a selection block */
 } nsa__head_job;
 
 /* Backward has two of much: of v, dout and p; and of k, q and ds. */
@@ -8310,7 +8329,7 @@ static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it
 }
 
 /* ---- Selection: scores of blocks -------------------------------------------------------------
-   Twin: kernels/select_score.cuh. Not here: who asks for lists (select.h, attend_forward.h).
+   Twin: kernels/select_score.cuh. Not here: who asks for lists (score.h, attend_forward.h).
    From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
    end; cmp's forward keeps those that it computes anyway.
      Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
@@ -8322,19 +8341,12 @@ static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale */
-    int64_t stride;   /* of a row of s: whole tiles and one vector */
-    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
-    nsa_real *scores; /* of one query and selection block: p_slc */
+    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale */
+    int64_t stride;    /* of a row of s: whole tiles and one vector */
+    nsa_real *stencil; /* weights of Eq. 9 around a selection block */
+    nsa_real *p_cmp;   /* of one query and compressed block: summed over the group's heads */
+    nsa_real *scores;  /* of one query and selection block: p_slc */
 } nsa__scoring;
-
-static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
-    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
-    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
-    f->p_cmp = nsa__alloc_reals(a, f->stride);
-    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
    size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
@@ -8345,23 +8357,30 @@ static int nsa__stencil_size(const nsa_desc *d) {
     return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
 }
 
+static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
+    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
+    f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
+    f->p_cmp = nsa__alloc_reals(a, f->stride);
+    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
 /* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
    later, by nsa__scores. */
-static void nsa__fill_stencil(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
+static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
     int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
     int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
     for (int u = 0; u < nsa__stencil_size(d); u++)
-        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+        stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
-NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
-                                      nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
+NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query) {
+    const nsa_desc *d = job->plan->d;
+    const nsa_real *p_cmp = f->p_cmp, *stencil = f->stencil;
+    nsa_real *scores = f->scores;
     int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
         step = d->slc_block / d->cmp_stride;
@@ -8373,7 +8392,7 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
         for (int u = from; u < to; u++) {
             nsa_real value = p_cmp[first + u];
             if (sums)
-                score += job->stencil[u] * value;
+                score += stencil[u] * value;
             else
                 score = value > score ? value : score;
         }
@@ -8393,22 +8412,18 @@ static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, 
     for (; n < width; n++) to[n] = behind;
 }
 
-/* Stores a query's scores if they are asked for. */
-static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
-    const nsa_tensor *to = &job->plan->select->scores;
-    const nsa_desc *d = job->plan->d;
-    if (to->data)
-        nsa__store_reals(nsa__list_row(job, to, query), scores,
-                         nsa__slc_candidates(d, job->seq.tokens, query),
-                         nsa_slc_count(d, d->tokens), nsa__minus_infinity());
-}
-
-/* Eq. 11 of a query whose scores are in the order of their bits. */
-static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real *scores) {
+/* Ends a query: stores its scores, if they are asked for, and its list, Eq. 11. The scores become
+   integers in their order. */
+static void nsa__store_list(const nsa__head_job *job, int query, nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
-    nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
-              nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
-              (int32_t *)nsa__list_row(job, &p->select->blocks, query));
+    const nsa_select *to = p->select;
+    const int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
+    if (to->scores.data)
+        nsa__store_reals(nsa__list_row(job, &to->scores, query), scores, n,
+                         nsa_slc_count(p->d, p->d->tokens), nsa__minus_infinity());
+    nsa__order(scores, n);
+    nsa__rank(scores, n, nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
+              (int32_t *)nsa__list_row(job, &to->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -8419,6 +8434,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *p_cmp = &p->select->p_cmp;
     int group = p->group;
+    nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
@@ -8426,14 +8442,13 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
                               lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
                               f->p_cmp);
-        nsa__scores(job, query, f->p_cmp, f->scores);
+        nsa__scores(f, job, query);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        nsa__store_scores(job, query, f->scores);
         if (p_cmp->data)
             nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
                              nsa_cmp_count(p->d, p->d->tokens), 0);
-        nsa__rank_query(job, query, f->scores);
+        nsa__store_list(job, query, f->scores);
     }
 }
 
@@ -8880,7 +8895,6 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
-        if (p->select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
@@ -8959,10 +8973,8 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; i < p->cut.head_slots; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++)
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
-        if (p->select) nsa__fill_stencil(&jobs[i]);
-    }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;
@@ -9760,18 +9772,13 @@ static int64_t nsa__scorer_shared(const nsa__attend_plan *p) {
     return ragged || p->d->count <= few ? nsa__min(p->d->count, few) : 0;
 }
 
-/* Whether blocks pool scores of keys. nsa_select_blocks does not, and has all keys packed. */
-static int nsa__scorer_pools(const nsa__attend_plan *p) {
-    return p->cut.in_place_max > 0;
-}
-
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (!nsa__scorer_pools(p)) {
+    if (!p->cut.in_place_max) { /* nsa_select_blocks, which has all keys packed */
         nsa__scoring_alloc(&f->scoring, p, a);
         return;
     }
@@ -9856,9 +9863,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, int 
         else if (f->x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
-    nsa__store_scores(job, query, scores);
-    nsa__order(scores, n);
-    nsa__rank_query(job, query, scores);
+    nsa__store_list(job, query, scores);
 }
 
 /* Loads the rows of q and their numbers, and marks rows that are not finite. */
@@ -9942,14 +9947,11 @@ static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch
 /* Returns the scores that tasks share. */
 static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                     nsa__arena *shared) {
-    const int pools = nsa__scorer_pools(p);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
-        if (!pools) jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
     }
-    return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
-                 : NULL;
+    return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }
 
 /* The plan of a branch whose spans are all keys that a query sees: tokens, or compressed blocks.
@@ -10009,7 +10011,6 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
-    for (int i = 0; !x && i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs.keys[i]);
     nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
     return NSA_OK;
 }
@@ -10032,63 +10033,6 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     to.scores = x->scores;
     to.blocks = x->blocks;
     return nsa__scorer_run(&to, x, d, workspace, bytes);
-}
-
-/* ---- Selection ----------------------------------------------------------------------------------
-   Twin: kernels/select_blocks.cuh. Not here: selection from cmp's own scores (attend_forward.h),
-   tasks of nsa_select_blocks (score.h). */
-
-/* Ranking of scores that are given: a head job of which sequence and head are used. */
-typedef struct nsa__rank_job {
-    nsa__head_job job;
-    const nsa_tensor *scores;
-} nsa__rank_job;
-
-/* Eq. 11 for a query: its scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
-    const nsa_tensor *x = ((const nsa__rank_job *)context)->scores;
-    nsa__head_job job = ((const nsa__rank_job *)context)->job;
-    nsa_real *scores = (nsa_real *)scratch;
-    const int query = job.seq.first + (int)t;
-    const int n = nsa__slc_candidates(job.plan->d, job.seq.tokens, query);
-    for (job.head = 0; job.head < job.plan->heads; job.head++) {
-        nsa__load(scores, x->dtype, nsa__list_row(&job, x, query), n);
-        nsa__order(scores, n);
-        nsa__rank_query(&job, query, scores);
-    }
-}
-
-/* Scratch of a thread: the scores of one list, in whole vectors. */
-static size_t nsa__rank_scratch(const nsa_desc *d) {
-    nsa__arena scratch = {NULL, 0};
-    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
-    return scratch.used;
-}
-
-NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
-}
-
-NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
-                                    size_t bytes) {
-    nsa__rank_job rank;
-    nsa__team team;
-    nsa_desc own;
-    nsa_select to;
-    d = nsa__rank_desc(d, &own);
-    const nsa__checked c = nsa__checked_of(d, 1, 0);
-    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
-    memset(&to, 0, sizeof to);
-    to.blocks = x->blocks;
-    nsa__attend_plan p = nsa__attend_plan_of(NULL, NULL, d, NSA__DENSE, 1, 1);
-    p.select = &to;
-    rank.job = nsa__job_make(&p);
-    rank.scores = &x->scores;
-    nsa__run_tokens(&team, d, &rank.job.seq, nsa__rank_token, &rank);
-    return NSA_OK;
 }
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
@@ -10391,11 +10335,11 @@ static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attentio
     return most;
 }
 
-/* The parts one after another; `from`: see nsa__compress_from. */
+/* The parts one after another; `ring`: of phi's rows. */
 static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
-                                 const nsa_desc *d, int from, void *workspace, size_t bytes) {
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
+                                 const nsa_desc *d, int ring, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, ring, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, ring, workspace, bytes));
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
     return NSA_OK;
@@ -10417,7 +10361,7 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
+    return nsa__chain_run(&p, x, d, 0, workspace, bytes);
 }
 
 /* One of the gradients NSA__SUM_K_CMP to NSA__SUM_V_WIN. */
@@ -10560,12 +10504,12 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, nsa__sum_width(d, i)));
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, 0, nsa__sum_width(d, i)));
         if (same < i) *view[i] = *view[same];
     }
     if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
-    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim));
+    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -10653,17 +10597,16 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
                                               const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (g->sum[i].owner)
-            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, nsa__sum_width(d, i)), d);
-    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
-    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
+            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, 0, nsa__sum_width(d, i)), d);
+    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__key_shape(d, 1, d->dim), d);
+    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__key_shape(d, 1, d->dim_v), d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count && head < d->kv_heads; head += g->kv_heads) {
             int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)head);
             NSA__CHECK(nsa__chain_heads_backward(g, x, d, &seq, head, heads));
         }
-    const int from = NSA__FROM_START;
-    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));
-    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, from, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, 0, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, 0, g->rest, g->rest_bytes));
     nsa__chain_flush(g, d);
     return NSA_OK;
 }
@@ -11087,17 +11030,20 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
 
    Copyright (c) 2026 The nsa authors
 
-   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
-   associated documentation files (the "Software"), to deal in the Software without restriction,
-   including without limitation the rights to use, copy, modify, merge, publish, distribute,
-   sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is
+   Permission is hereby granted, free of charge, to any person obtaining a copy
+   of this software and associated documentation files (the "Software"), to deal
+   in the Software without restriction, including without limitation the rights
+   to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+   copies of the Software, and to permit persons to whom the Software is
    furnished to do so, subject to the following conditions:
 
-   The above copyright notice and this permission notice shall be included in all copies or
-   substantial portions of the Software.
+   The above copyright notice and this permission notice shall be included in all
+   copies or substantial portions of the Software.
 
-   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
-   NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
-   NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
-   DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
-   OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+   IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+   FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+   AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+   LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+   OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+   SOFTWARE. */

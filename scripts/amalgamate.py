@@ -6,11 +6,12 @@
 
 nsa/src/all.h names the files in their order. Each of them includes what it uses, and that must stand above it. An
 `.inl` is a text that is read several times: its copies stand where it is included, with comments in the first one
-alone. Not here: a preprocessor; tests/package/rooms.sh compares what a compiler sees of both.
+alone. The licence comes last. Not here: a preprocessor; tests/package/rooms.sh compares what a compiler sees of both.
 """
 import pathlib
 import re
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCE, HEADER = ROOT / "nsa/src", ROOT / "nsa/nsa.h"
@@ -37,6 +38,7 @@ def text_of(name, seen):
 def amalgamated():
     text = text_of("all.h", [])
     text = text[text.index("*/\n") + 3:]  # what nsa/src/all.h says of itself
+    text += "\n/* " + textwrap.indent((ROOT / "LICENSE").read_text(), "   ").strip() + " */\n"
     return "/* Made by scripts/amalgamate.py from nsa/src: edit there. */\n" + re.sub(r"\n{3,}", "\n\n", text)
 
 

@@ -93,6 +93,7 @@ static nsa_desc describe(const geometry *g, int batch) {
         d.slc_local = 0;
     }
     d.gate_heads = g->kv_heads;
+    d.list_heads = g->kv_heads > 1 ? g->kv_heads : 0; /* 0 says the same */
     return d;
 }
 

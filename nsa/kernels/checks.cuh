@@ -135,17 +135,12 @@ static inline nsa__shape nsa__cuda_query_shape(const nsa_desc *d, int64_t heads,
 static inline nsa__shape nsa__cuda_list_shape(const nsa_desc *d, int64_t width) {
     return nsa__cuda_query_shape(d, nsa__list_heads(d), width);
 }
-/* Of keys: one row for every `stride` tokens of a page, or `rows` of a sequence. */
-static inline nsa__shape nsa__cuda_paged_shape(const nsa_desc *d, int64_t rows, int stride,
-                                               int64_t width) {
+/* Of keys: a row for each token, or compressed block. */
+static inline nsa__shape nsa__cuda_key_shape(const nsa_desc *d, int compressed, int64_t width) {
+    const int64_t rows = compressed ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    const int stride = compressed ? d->cmp_stride : 1;
     const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
     return d->pages ? paged : nsa__cuda_shape(d, d->begins != NULL, rows, d->kv_heads, width);
-}
-static inline nsa__shape nsa__cuda_key_shape(const nsa_desc *d, int64_t width) {
-    return nsa__cuda_paged_shape(d, d->tokens, 1, width);
-}
-static inline nsa__shape nsa__cuda_cmp_shape(const nsa_desc *d, int64_t width) {
-    return nsa__cuda_paged_shape(d, nsa_cmp_count(d, d->tokens), d->cmp_stride, width);
 }
 
 /* A view whose rows are read 16 bytes at a time. */
@@ -161,9 +156,9 @@ static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape sh
     return NSA_OK;
 }
 
-static const nsa__side nsa__cuda_side = {
-    nsa__cuda_check_desc, nsa__cuda_query_shape, nsa__cuda_key_shape, nsa__cuda_cmp_shape,
-    nsa__cuda_check_rows, NSA__FLOATS,           1u << NSA_F32};
+static const nsa__side nsa__cuda_side = {nsa__cuda_check_desc, nsa__cuda_query_shape,
+                                         nsa__cuda_key_shape,  nsa__cuda_check_rows,
+                                         NSA__FLOATS,          1u << NSA_F32};
 
 /* The views of a call; its rows are of `dtypes`. */
 static inline nsa__checked nsa__cuda_checked_of(const nsa_desc *d, unsigned dtypes, int forward,

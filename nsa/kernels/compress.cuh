@@ -287,7 +287,7 @@ extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const n
     NSA__CHECK(nsa__cuda_compress_check(x, d, 0, 0));
     NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
+    NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_key_shape(d, 1, x->dim), NSA__FLOATS, 0,
                                     NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_phi_gradient(&nsa__cuda_side, dx, x, d, 0));
     nsa_status s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 1), workspace, bytes);

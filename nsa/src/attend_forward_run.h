@@ -18,7 +18,6 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
-        if (p->select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
@@ -97,10 +96,8 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; i < p->cut.head_slots; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++)
         jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
-        if (p->select) nsa__fill_stencil(&jobs[i]);
-    }
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;

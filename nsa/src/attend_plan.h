@@ -67,7 +67,6 @@ typedef struct nsa__head_job {
     nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
     uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
     int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
-    nsa_real *stencil;           /* selection: weights of Eq. 9 around a selection block */
 } nsa__head_job;
 
 /* Backward has two of much: of v, dout and p; and of k, q and ds. */

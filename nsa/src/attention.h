@@ -6,7 +6,6 @@
 #pragma once
 #include "compress.h"
 #include "attend.h"
-#include "select.h"
 #include "gate.h"
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
@@ -73,11 +72,11 @@ static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attentio
     return most;
 }
 
-/* The parts one after another; `from`: see nsa__compress_from. */
+/* The parts one after another; `ring`: of phi's rows. */
 static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
-                                 const nsa_desc *d, int from, void *workspace, size_t bytes) {
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, from, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, from, workspace, bytes));
+                                 const nsa_desc *d, int ring, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, ring, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, ring, workspace, bytes));
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
     return NSA_OK;
@@ -99,7 +98,7 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    return nsa__chain_run(&p, x, d, nsa__compress_from(d), workspace, bytes);
+    return nsa__chain_run(&p, x, d, 0, workspace, bytes);
 }
 
 /* One of the gradients NSA__SUM_K_CMP to NSA__SUM_V_WIN. */
@@ -242,12 +241,12 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, nsa__sum_width(d, i)));
+        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, 0, nsa__sum_width(d, i)));
         if (same < i) *view[i] = *view[same];
     }
     if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
-    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim));
+    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -335,17 +334,16 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
                                               const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (g->sum[i].owner)
-            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, nsa__sum_width(d, i)), d);
-    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__cmp_shape(d, d->dim), d);
-    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__cmp_shape(d, d->dim_v), d);
+            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, 0, nsa__sum_width(d, i)), d);
+    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__key_shape(d, 1, d->dim), d);
+    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__key_shape(d, 1, d->dim_v), d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count && head < d->kv_heads; head += g->kv_heads) {
             int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)head);
             NSA__CHECK(nsa__chain_heads_backward(g, x, d, &seq, head, heads));
         }
-    const int from = NSA__FROM_START;
-    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, from, g->rest, g->rest_bytes));
-    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, from, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.k_cmp, &x->k_cmp, d, 0, g->rest, g->rest_bytes));
+    NSA__CHECK(nsa__compress_go(&g->dx.v_cmp, &x->v_cmp, d, 0, g->rest, g->rest_bytes));
     nsa__chain_flush(g, d);
     return NSA_OK;
 }

@@ -329,27 +329,20 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
     return nsa__shape_of(d, d->count, in_all, heads, width);
 }
 
-static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {
-    nsa__shape shape = {d->page_count, page_rows, d->kv_heads, width};
-    return shape;
-}
-
-static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
-    if (d->pages) return nsa__paged_shape(d, d->page_tokens, width);
-    return nsa__shape_of(d, d->tokens, nsa__packed_tokens(d), d->kv_heads, width);
-}
-
-static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
-    if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
-    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__cmp_rows(d), d->kv_heads, width);
+/* The shape of a view of keys: a row for each token, or compressed block. */
+static nsa__shape nsa__key_shape(const nsa_desc *d, int compressed, int64_t width) {
+    const int64_t rows = compressed ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    const int64_t packed = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
+    const int stride = compressed ? d->cmp_stride : 1;
+    const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
+    return d->pages ? paged : nsa__shape_of(d, rows, packed, d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */
 enum { NSA__TENSORS = NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1 << NSA_F64 : 0) };
 
-static const nsa__side nsa__cpu = {nsa_desc_check,      nsa__query_shape, nsa__key_shape,
-                                   nsa__cmp_shape,      nsa__check_view,  NSA__TENSORS,
-                                   1u << NSA_REAL_DTYPE};
+static const nsa__side nsa__cpu = {nsa_desc_check,  nsa__query_shape, nsa__key_shape,
+                                   nsa__check_view, NSA__TENSORS,     1u << NSA_REAL_DTYPE};
 
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width) {

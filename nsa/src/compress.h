@@ -11,7 +11,6 @@ typedef struct nsa__compress_job {
     nsa__seq seq;
     int head;
     int ring;            /* a decoding cache's raw rows; 0: straight */
-    int appends;         /* blocks that the tokens before query `first` complete are there */
     nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
@@ -56,9 +55,10 @@ static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token
     return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
 }
 
-/* The first block to compute. */
+/* The first block to compute. If tokens have been appended, those before query `first` have their
+   blocks. */
 static int nsa__compress_begin(const nsa__compress_job *p) {
-    return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
+    return p->d->firsts ? nsa_cmp_count(p->d, p->seq.first) : 0;
 }
 
 /* Whether the appended tokens complete a block of any sequence. */
@@ -460,23 +460,15 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     return nsa__compress_check_sizes(x, d, 0);
 }
 
-/* Which blocks are computed: all, or those that appended tokens complete, whose rows lie straight
-   (0) or in a ring of so many (above 0). */
-enum { NSA__FROM_START = -1 };
-static int nsa__compress_from(const nsa_desc *d) {
-    return d->firsts ? 0 : NSA__FROM_START;
-}
-
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   int from, void *workspace, size_t bytes) {
+                                   int ring, void *workspace, size_t bytes) {
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_job p = nsa__compress_plan(x, d, dx != NULL, &shared, &scratch);
     p.dx = dx;
-    p.ring = (int)nsa__max(0, from);
-    p.appends = from != NSA__FROM_START;
+    p.ring = ring;
     /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
-    if (p.appends && !nsa__completes_blocks(&p)) return NSA_OK;
+    if (d->firsts && !nsa__completes_blocks(&p)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -499,7 +491,7 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     const nsa__checked c = nsa__checked_of(d, 1, 0);
     NSA__CHECK(nsa__check_phi(&c, x, 0));
-    return nsa__compress_go(NULL, x, d, nsa__compress_from(d), workspace, bytes);
+    return nsa__compress_go(NULL, x, d, 0, workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
@@ -514,8 +506,8 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
     const nsa__checked c = nsa__checked_of(d, 0, 0);
     NSA__CHECK(nsa__check_phi(&c, x, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), NSA__TENSORS, 0,
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__key_shape(d, 1, x->dim), NSA__TENSORS, 0,
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_phi_gradient(&nsa__cpu, dx, x, d, 0));
-    return nsa__compress_go(dx, x, d, NSA__FROM_START, workspace, bytes);
+    return nsa__compress_go(dx, x, d, 0, workspace, bytes);
 }

@@ -14,29 +14,26 @@ typedef struct nsa__gate_job {
     nsa__seq seq;
 } nsa__gate_job;
 
-/* out = sum_i g[i] branch[i] of query t of the sequence and one head. */
-static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
+/* out = sum_i g[i] branch[i] of all heads of a token. */
+static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
     int64_t batch = p->seq.batch, at = p->seq.row + t;
-    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
+    int dim_v = d->dim_v, wide = nsa__whole_vectors(dim_v);
     nsa_real g[3], row[4][NSA__MAX_DIM];
     const nsa_real *const x[3] = {row[0], row[1], row[2]};
-    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
-    nsa__gate_weights(d->gate, g);
-    for (int i = 0; i < 3; i++) {
-        nsa__load(row[i], branch[i]->dtype, nsa__row(branch[i], batch, at, head), dim_v);
-        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-    }
-    p->tiles->gate(wide, g, x, row[3]);
-    nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-}
-
-/* out of all heads of a token. */
-static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
     (void)scratch;
-    for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
+    for (int h = 0; h < d->heads; h++) {
+        nsa__load_gates(g, &p->x->logits, d, batch, at, h / (d->heads / d->gate_heads));
+        nsa__gate_weights(d->gate, g);
+        for (int i = 0; i < 3; i++) {
+            nsa__load(row[i], branch[i]->dtype, nsa__row(branch[i], batch, at, h), dim_v);
+            memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
+        }
+        p->tiles->gate(wide, g, x, row[3]);
+        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, h), row[3], dim_v);
+    }
 }
 
 /* dg of one token and gate head, and the branches' gradients of its query heads:
@@ -47,8 +44,7 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
     const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
-    int sharers = d->heads / d->gate_heads;
-    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    int sharers = d->heads / d->gate_heads, wide = nsa__whole_vectors(d->dim_v);
     nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
     for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {

@@ -34,17 +34,6 @@
 #endif
 #endif
 
-/* Whether an Arm processor has BFDOT. The compiler's flags may promise it; Linux says it. */
-#ifdef NSA__HAS_NEON_BF16
-static int nsa__has_bfdot(void) {
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-    return 1;
-#else
-    return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
-#endif
-}
-#endif
-
 NSA_API int nsa_isa_available(nsa_isa isa) {
     switch (isa) {
     case NSA_ISA_DETECT:
@@ -77,8 +66,12 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
         return nsa_isa_available(NSA_ISA_AVX512) && __builtin_cpu_supports("avx512bf16");
 #endif
 #ifdef NSA__HAS_NEON_BF16
-    case NSA_ISA_NEON_BF16:
-        return nsa__has_bfdot();
+    case NSA_ISA_NEON_BF16: /* BFDOT: the compiler's flags may promise it; Linux says it */
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+        return 1;
+#else
+        return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
+#endif
 #endif
     default:
         return 0;

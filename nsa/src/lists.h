@@ -1,6 +1,7 @@
 /* ---- Block lists: ranking, form -----------------------------------------------------------------
    Twin: kernels/select_rank.cuh. Not here: scores of blocks (select_scores.h). */
 #pragma once
+#include "threads.h"
 #include "tiles.h"
 
 #define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
@@ -13,14 +14,14 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
 
 /* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
    ascend already; the sign bit puts them above the negative ones, whose bits descend and are
-   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
+   subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
+   NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits = nsa__bits_of(score);
-    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
-    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
-    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
+    const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
+    if (size > infinity) return 0; /* NaN */
+    return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
 /* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
@@ -33,7 +34,7 @@ NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
 }
 
 /* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
-   makes them, which leaves a score that is neither negative nor NaN as it is. */
+   makes them. */
 NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
                                        const nsa__tiles *tiles) {
     int count = 0;
@@ -99,6 +100,59 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
     nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,
               list);
+    return NSA_OK;
+}
+
+/* A call, and the sequence at hand. */
+typedef struct nsa__rank_job {
+    const nsa_rank *x;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+} nsa__rank_job;
+
+/* The lists of a query: of each its scores as reals, then as ordered integers. */
+static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
+    const nsa__rank_job *p = (const nsa__rank_job *)context;
+    const nsa_tensor *x = &p->x->scores, *blocks = &p->x->blocks;
+    const int64_t batch = p->seq.batch, row = p->seq.row + t;
+    const int query = p->seq.first + (int)t;
+    const int n = nsa__slc_candidates(p->d, p->seq.tokens, query);
+    nsa_real *scores = (nsa_real *)scratch;
+    for (int head = 0; head < nsa__list_heads(p->d); head++) {
+        nsa__load(scores, x->dtype, nsa__row(x, batch, row, head), n);
+        nsa__order(scores, n);
+        nsa__rank(scores, n, nsa__forced_local(p->d, p->seq.tokens, query), p->d, p->tiles,
+                  (int32_t *)nsa__row(blocks, batch, row, head));
+    }
+}
+
+/* Scratch of a thread: the scores of one list, in whole vectors. */
+static size_t nsa__rank_scratch(const nsa_desc *d) {
+    nsa__arena scratch = {NULL, 0};
+    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    return scratch.used;
+}
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
+}
+
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__rank_job p;
+    nsa__team team;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    const nsa__checked c = nsa__checked_of(d, 1, 0);
+    NSA__CHECK(nsa__check_call(&c, nsa__rank_views, NSA__RANK_VIEWS, NULL, x));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    nsa__run_tokens(&team, d, &p.seq, nsa__rank_token, &p);
     return NSA_OK;
 }
 

@@ -424,6 +424,11 @@ static int64_t nsa__ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
+/* Numbers of a row in whole vectors. */
+static int nsa__whole_vectors(int width) {
+    return (int)nsa__ceil_div(width, NSA__LANES) * NSA__LANES;
+}
+
 NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
     const int64_t row = nsa__row_elements(dtype, width);
     const nsa_tensor x = {data, dtype, row * heads * tokens, row * heads, row};

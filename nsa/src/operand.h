@@ -65,8 +65,8 @@ static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__ma
         o->tiles->gemm(m, o->wide, n, a, b, c);
 }
 
-/* n rows of it, side by side, as `columns` columns of `to`. Those behind the last are zeros, as up to
-   15 rows behind the n become. */
+/* n rows of it, side by side, as `columns` columns of `to`. Those behind the last are zeros, as up
+   to 15 rows behind the n become. */
 static void nsa__rows_to_columns(const nsa__operand *o, int n, nsa_real *rows, int columns,
                                  nsa_real *to) {
     const int behind = nsa__whole_vectors(n) - n;

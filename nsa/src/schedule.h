@@ -74,11 +74,7 @@ typedef struct nsa__schedule {
     int least_tasks;     /* of a head job, if its queries are enough */
 } nsa__schedule;
 
-/* Numbers of a row in whole vectors. */
-static int nsa__whole_vectors(int width) {
-    return (int)nsa__ceil_div(width, NSA__LANES) * NSA__LANES;
-}
-/* Of a row of q and one of v, or of k and v. */
+/* Numbers in whole vectors of a row of q and one of v, or of k and v. */
 static int nsa__row_numbers(const nsa_desc *d) {
     return nsa__whole_vectors(d->dim) + nsa__whole_vectors(d->dim_v);
 }

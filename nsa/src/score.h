@@ -42,18 +42,13 @@ static int64_t nsa__scorer_shared(const nsa__attend_plan *p) {
     return ragged || p->d->count <= few ? nsa__min(p->d->count, few) : 0;
 }
 
-/* Whether blocks pool scores of keys. nsa_select_blocks does not, and has all keys packed. */
-static int nsa__scorer_pools(const nsa__attend_plan *p) {
-    return p->cut.in_place_max > 0;
-}
-
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->of_row = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (!nsa__scorer_pools(p)) {
+    if (!p->cut.in_place_max) { /* nsa_select_blocks, which has all keys packed */
         nsa__scoring_alloc(&f->scoring, p, a);
         return;
     }
@@ -138,9 +133,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, int 
         else if (f->x->pool == NSA_POOL_MEAN)
             scores[j] /= (nsa_real)keys;
     }
-    nsa__store_scores(job, query, scores);
-    nsa__order(scores, n);
-    nsa__rank_query(job, query, scores);
+    nsa__store_list(job, query, scores);
 }
 
 /* Loads the rows of q and their numbers, and marks rows that are not finite. */
@@ -224,14 +217,11 @@ static void nsa__scorer_end_task(const void *context, int64_t nth, void *scratch
 /* Returns the scores that tasks share. */
 static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                     nsa__arena *shared) {
-    const int pools = nsa__scorer_pools(p);
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
-        if (!pools) jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
     }
-    return pools ? nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d))
-                 : NULL;
+    return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }
 
 /* The plan of a branch whose spans are all keys that a query sees: tokens, or compressed blocks.
@@ -291,7 +281,6 @@ static nsa_status nsa__scorer_run(const nsa_select *to, const nsa_score *x, cons
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     jobs.x = x;
     jobs.scores = nsa__scorer_layout(jobs.keys, &p, &shared);
-    for (int i = 0; !x && i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs.keys[i]);
     nsa__each_heads(jobs.keys, &team, 0, nsa__scorer_heads);
     return NSA_OK;
 }
@@ -314,4 +303,15 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     to.scores = x->scores;
     to.blocks = x->blocks;
     return nsa__scorer_run(&to, x, d, workspace, bytes);
+}
+
+NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
+    return nsa__scorer_bytes(d, 0);
+}
+
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes) {
+    const nsa__checked c = nsa__checked_of(d, 1, 1);
+    NSA__CHECK(nsa__check_call(&c, nsa__select_views, NSA__SELECT_VIEWS, NULL, x));
+    return nsa__scorer_run(x, NULL, d, workspace, bytes);
 }

@@ -1,5 +1,5 @@
 /* ---- Selection: scores of blocks -------------------------------------------------------------
-   Twin: kernels/select_score.cuh. Not here: who asks for lists (select.h, attend_forward.h).
+   Twin: kernels/select_score.cuh. Not here: who asks for lists (score.h, attend_forward.h).
    From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
    end; cmp's forward keeps those that it computes anyway.
      Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
@@ -14,19 +14,12 @@
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale */
-    int64_t stride;   /* of a row of s: whole tiles and one vector */
-    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
-    nsa_real *scores; /* of one query and selection block: p_slc */
+    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale */
+    int64_t stride;    /* of a row of s: whole tiles and one vector */
+    nsa_real *stencil; /* weights of Eq. 9 around a selection block */
+    nsa_real *p_cmp;   /* of one query and compressed block: summed over the group's heads */
+    nsa_real *scores;  /* of one query and selection block: p_slc */
 } nsa__scoring;
-
-static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
-    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
-    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
-    f->p_cmp = nsa__alloc_reals(a, f->stride);
-    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
    size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
@@ -37,23 +30,30 @@ static int nsa__stencil_size(const nsa_desc *d) {
     return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
 }
 
+static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
+    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
+    f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
+    f->p_cmp = nsa__alloc_reals(a, f->stride);
+    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
 /* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
    later, by nsa__scores. */
-static void nsa__fill_stencil(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
+static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
     int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
     int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
     for (int u = 0; u < nsa__stencil_size(d); u++)
-        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+        stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
-NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
-                                      nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
+NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query) {
+    const nsa_desc *d = job->plan->d;
+    const nsa_real *p_cmp = f->p_cmp, *stencil = f->stencil;
+    nsa_real *scores = f->scores;
     int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
         step = d->slc_block / d->cmp_stride;
@@ -65,7 +65,7 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
         for (int u = from; u < to; u++) {
             nsa_real value = p_cmp[first + u];
             if (sums)
-                score += job->stencil[u] * value;
+                score += stencil[u] * value;
             else
                 score = value > score ? value : score;
         }
@@ -85,22 +85,18 @@ static void nsa__store_reals(void *row, const nsa_real *from, int n, int width, 
     for (; n < width; n++) to[n] = behind;
 }
 
-/* Stores a query's scores if they are asked for. */
-static void nsa__store_scores(const nsa__head_job *job, int query, const nsa_real *scores) {
-    const nsa_tensor *to = &job->plan->select->scores;
-    const nsa_desc *d = job->plan->d;
-    if (to->data)
-        nsa__store_reals(nsa__list_row(job, to, query), scores,
-                         nsa__slc_candidates(d, job->seq.tokens, query),
-                         nsa_slc_count(d, d->tokens), nsa__minus_infinity());
-}
-
-/* Eq. 11 of a query whose scores are in the order of their bits. */
-static void nsa__rank_query(const nsa__head_job *job, int query, const nsa_real *scores) {
+/* Ends a query: stores its scores, if they are asked for, and its list, Eq. 11. The scores become
+   integers in their order. */
+static void nsa__store_list(const nsa__head_job *job, int query, nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
-    nsa__rank(scores, nsa__slc_candidates(p->d, job->seq.tokens, query),
-              nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
-              (int32_t *)nsa__list_row(job, &p->select->blocks, query));
+    const nsa_select *to = p->select;
+    const int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
+    if (to->scores.data)
+        nsa__store_reals(nsa__list_row(job, &to->scores, query), scores, n,
+                         nsa_slc_count(p->d, p->d->tokens), nsa__minus_infinity());
+    nsa__order(scores, n);
+    nsa__rank(scores, n, nsa__forced_local(p->d, job->seq.tokens, query), p->d, p->tiles,
+              (int32_t *)nsa__list_row(job, &to->blocks, query));
 }
 
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
@@ -111,6 +107,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *p_cmp = &p->select->p_cmp;
     int group = p->group;
+    nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
@@ -118,13 +115,12 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
                               lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
                               f->p_cmp);
-        nsa__scores(job, query, f->p_cmp, f->scores);
+        nsa__scores(f, job, query);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        nsa__store_scores(job, query, f->scores);
         if (p_cmp->data)
             nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
                              nsa_cmp_count(p->d, p->d->tokens), 0);
-        nsa__rank_query(job, query, f->scores);
+        nsa__store_list(job, query, f->scores);
     }
 }

@@ -113,8 +113,7 @@ static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
 typedef struct nsa__side {
     nsa_status (*desc)(const nsa_desc *d);
     nsa__shape (*queries)(const nsa_desc *d, int64_t heads, int64_t width);
-    nsa__shape (*keys)(const nsa_desc *d, int64_t width);
-    nsa__shape (*cmp)(const nsa_desc *d, int64_t width);
+    nsa__shape (*keys)(const nsa_desc *d, int compressed, int64_t width);
     nsa_status (*rows)(const nsa_tensor *x, nsa__shape shape, unsigned dtypes, int writes,
                        int field);
     unsigned floats, reals;
@@ -142,7 +141,7 @@ static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
                           nsa_slc_count(d, d->tokens),
                           nsa_cmp_count(d, d->tokens)};
     if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
-    return (c->compressed ? c->side->cmp : c->side->keys)(d, widths[v->width]);
+    return c->side->keys(d, c->compressed, widths[v->width]);
 }
 
 /* Checks a view of x, or of dx if the field says so. */
@@ -178,16 +177,6 @@ static unsigned nsa__gradient_dtypes(const nsa__side *side, const nsa_tensor *x)
     return side->reals | ((unsigned)x->dtype > NSA_F8 ? 0 : 1u << x->dtype & side->floats);
 }
 
-/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
-   forward's lse there, which would be taken for a gradient. */
-static nsa_status nsa__check_lse_gradient(const nsa__checked *c, const nsa__view *v,
-                                          const nsa_tensor *dlse, const nsa_tensor *lse) {
-    const int field = v->field | NSA__GRADIENT;
-    if (!dlse->data) return NSA_OK;
-    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
-    return nsa__check_by(c, v, dlse, c->side->reals, 0, field);
-}
-
 /* The first n views of a struct x. */
 static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views, int n,
                                    const void *x) {
@@ -203,7 +192,9 @@ static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views
     return NSA_OK;
 }
 
-/* The gradients in dx: first those that are given, then those that are asked for. */
+/* The gradients in dx: first those that are given, of which dx.lse may be absent, then those that
+   are asked for. A caller who fills dx by copying x leaves forward's lse in dx.lse, where it would
+   be taken for a gradient. */
 static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *views, int n,
                                        const void *dx, const void *x) {
     for (int adds = 0; adds < 2; adds++)
@@ -212,13 +203,12 @@ static nsa_status nsa__check_gradients(const nsa__checked *c, const nsa__view *v
             const nsa_tensor *of = nsa__view_in(x, v), *to = nsa__view_in(dx, v);
             const int field = v->field | NSA__GRADIENT;
             if (v->gradient == NSA__NONE || adds != (v->gradient == NSA__ADDED)) continue;
-            if (v->gradient == NSA__GIVEN)
-                NSA__CHECK(
-                    nsa__check_by(c, v, to, nsa__view_dtypes(c, v) | c->side->reals, 0, field));
-            else if (v->gradient == NSA__GIVEN_LSE)
-                NSA__CHECK(nsa__check_lse_gradient(c, v, to, of));
-            else if (to->data)
-                NSA__CHECK(nsa__check_by(c, v, to, nsa__gradient_dtypes(c->side, of), 1, field));
+            if (v->gradient != NSA__GIVEN && !to->data) continue;
+            if (v->gradient == NSA__GIVEN_LSE && to->data == of->data)
+                return nsa__error(NSA_ERROR_SHARED, field);
+            const unsigned dtypes =
+                adds ? nsa__gradient_dtypes(c->side, of) : nsa__view_dtypes(c, v) | c->side->reals;
+            NSA__CHECK(nsa__check_by(c, v, to, dtypes, adds, field));
         }
     return NSA_OK;
 }
@@ -300,10 +290,11 @@ static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const 
 static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
     nsa__parameter list[5];
     if (c->forward || x->phi != NSA_PHI_MEAN)
-        NSA__CHECK(c->side->rows(&x->x, c->side->keys(c->d, x->dim), c->rows, 0, base + NSA__AT_x));
+        NSA__CHECK(
+            c->side->rows(&x->x, c->side->keys(c->d, 0, x->dim), c->rows, 0, base + NSA__AT_x));
     if (c->forward)
         NSA__CHECK(
-            c->side->rows(&x->out, c->side->cmp(c->d, x->dim), c->rows, 1, base + NSA__AT_out));
+            c->side->rows(&x->out, c->side->keys(c->d, 1, x->dim), c->rows, 1, base + NSA__AT_out));
     for (int i = 0, count = nsa__parameters(NULL, x, c->d, list); i < count; i++) {
         const nsa__shape shape = {1, list[i].rows, c->d->kv_heads, list[i].width};
         if (list[i].optional && !list[i].x->data) continue;
@@ -318,7 +309,8 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
 static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
                                           const nsa_compress *x, const nsa_desc *d, int base) {
     nsa__parameter list[5];
-    NSA__CHECK(nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, x->dim), base + NSA__AT_x));
+    NSA__CHECK(
+        nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, 0, x->dim), base + NSA__AT_x));
     for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
         const int heads = list[i].dx->head ? d->kv_heads : 1;
         const nsa__shape shape = {1, list[i].rows, heads, list[i].width};
