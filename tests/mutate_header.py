@@ -51,8 +51,8 @@ class Fault(mutate.Fault):
 
 def blame(refused, lines, texts):
     """The numbers of those of {number: (file, its lines)} that the compiler's errors are about: whose words they
-    point to in {file: text}; else in whose lines they are; if in no one's, of the file, and if of no file, all:
-    each is then tried by itself."""
+    point to in {file: text}; else in whose lines they are; if in no one's, those right before, as of an else whose
+    if is gone; if there are none, all: each is then tried by itself."""
     blamed, errors = set(), mutate.re.findall(r"(\w+\.(?:h|inl)):(\d+):(\d+): error", refused)
     for name, line, column in errors:
         rows = texts[name].split("\n") if name in texts else []
@@ -60,8 +60,10 @@ def blame(refused, lines, texts):
         blamed |= {int(chosen[-1])} if chosen else {
             n for n, (room, span) in lines.items() if room == name and int(line) in span}
     if not blamed & set(lines):
-        names = {name for name, _, _ in errors}
-        blamed = {n for n, (room, _) in lines.items() if room in names} or set(lines)
+        before = {(n, span.start) for n, (room, span) in lines.items() for name, line, _ in errors
+                  if room == name and span.start <= int(line)}
+        nearest = max((start for _, start in before), default=0)
+        blamed = {n for n, start in before if start == nearest} or set(lines)
         print(f"no fault is to blame: {len(blamed)} are compiled by themselves: " +
               next((line for line in refused.splitlines() if "error" in line), refused[:200]), flush=True)
     return blamed
