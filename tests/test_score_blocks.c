@@ -412,6 +412,20 @@ static void test_in_place(int nth, uint64_t seed) {
     few_free(&f);
 }
 
+/* On a device packed sequences take as many queries at once as the scores of one sequence of all
+   their rows have room for, though most of them are far shorter than the longest. */
+static void test_packed_workspace(int heads) {
+    static const int32_t begins[] = {0, 60, 120, 180, 220};
+    nsa_desc d = nsa_desc_default(4, 120, heads, heads, 16), one = d;
+    d.cmp_block = d.cmp_stride = d.slc_block = one.cmp_block = one.cmp_stride = one.slc_block = 2;
+    d.begins = begins, d.rows = begins[d.batch];
+    one.batch = 1, one.tokens = one.count = d.rows;
+    const size_t packed = nsa_score_blocks_workspace_size(&d);
+    const size_t most = nsa_score_blocks_workspace_size(&one);
+    check_case("score, the workspace of packed sequences, %d heads", heads);
+    CHECK(packed && packed <= most, "%zu bytes, %zu of one sequence", packed, most);
+}
+
 static nsa_status call_score(void *arguments) {
     suite_call *c = (suite_call *)arguments;
     return call_suite_forward(c);
@@ -470,6 +484,7 @@ int main(int argc, char **argv) {
     }
     for (int i = 0; i < (CHECKS_CUDA ? 0 : least ? 4 : 21); i++)
         test_in_place(i, 300 + 10 * (uint64_t)i);
+    for (int heads = 1; CHECKS_CUDA && heads <= 4; heads += 3) test_packed_workspace(heads);
     nsa_desc d = desc_of(shape(score_cases[0].shape));
     suite s = suite_of(&score_cases[0], &d);
     s.unused = UNUSED_CMP;

@@ -16,6 +16,7 @@ small=(--rounds 1 --threads 1,2 --batch 2 --dtype f32,bf16,f16,i8)
 "$python" -I -S "$bench" --rounds 1 --shape 4,1,24/16,300 --json "$dir/none.json" >"$dir/none"
 grep "left out: ggml: no llama_cpp is installed" "$dir/none"
 grep "left out: PyTorch: No module named 'torch'" "$dir/none"
+grep "left out: vLLM: no vllm is installed" "$dir/none"
 grep -c '"ggml_ms": null' "$dir/none.json" | grep -qx 20 # 5 methods, 2 dtypes, 1 and 2 threads
 if "$python" "$bench" --shape 3,2,16,64 >"$dir/refused" 2>&1; then
     echo "peers_decode.py takes 3 query heads of 2 kv heads" && exit 1

@@ -15,6 +15,7 @@ static void __attribute__((constructor)) choose(void) { nsa_fault = atoi(getenv(
 """
 TOKEN = re.compile(r"\s+|\w+|[-+*/%&|^<>=!]=|\+\+|--|->|::|&&|\|\||.", re.S)
 ASSIGNMENTS = {"=", "+=", "-=", "*=", "/=", "%=", "|=", "&=", "^="}
+JUMPS = {"return", "goto", "break", "continue", "case", "default", "do", "else"}
 DEEPER = {"(": 1, "[": 1, ")": -1, "]": -1}
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 
@@ -118,6 +119,12 @@ class Piece:
     def variant(self, begin, end, come):
         return self.text[self.begin:begin] + come + self.text[end:self.end]
 
+    def declares(self):
+        """Whether it is a declaration: in a choice nobody behind it would see the name."""
+        words = [word for word in TOKEN.findall(self.text[self.begin:self.end]) if not word.isspace()]
+        names = [word for word in words[:5] if word not in ("*", "const", "static", "struct")]
+        return self.statement and all(re.match(r"[A-Za-z_]", word) for word in names[:2]) and words[0] not in JUMPS
+
     def takes(self, other):
         """Whether the other lies within this one; its faults are then chosen here too."""
         inside = self.begin <= other.begin and other.end <= self.end
@@ -128,11 +135,11 @@ class Piece:
     def choice(self):
         """In the file's own lines: what stands behind must not move."""
         whole = self.text[self.begin:self.end]
-        space = whole[:len(whole) - len(whole.lstrip())]
+        space, behind = whole[:len(whole) - len(whole.lstrip())], whole[len(whole.rstrip()):]
         wrap = "({{ {}; (void)0; }})" if self.statement else "({})"
         new = [f"nsa_fault == {number} ? {wrap.format(' '.join(self.variant(*edit).split()))} : "
                for number, *edit in self.edits]
-        return f"{space}({''.join(new)}{wrap.format(whole.strip())})"
+        return f"{space}({''.join(new)}{wrap.format(whole.strip())}){behind}"
 
 
 def functions(text):
@@ -159,7 +166,7 @@ def plant_many(text, faults):
 
 def plant_in(text, faults):
     """The same of one function."""
-    pieces = [Piece(text, fault, number) for number, fault in faults.items()]
+    pieces = [piece for number, fault in faults.items() if not (piece := Piece(text, fault, number)).declares()]
     kept = []
     for piece in sorted(pieces, key=lambda piece: piece.begin - piece.end):
         if not any(other.takes(piece) for other in kept) and all(
