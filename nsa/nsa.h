@@ -2573,10 +2573,10 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
 /* The shape of a view of keys: a row for each token, or compressed block. */
 static nsa__shape nsa__key_shape(const nsa_desc *d, int compressed, int64_t width) {
     const int64_t rows = compressed ? nsa_cmp_count(d, d->tokens) : d->tokens;
-    const int64_t packed = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
+    const int64_t in_all = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
     const int stride = compressed ? d->cmp_stride : 1;
     const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
-    return d->pages ? paged : nsa__shape_of(d, rows, packed, d->kv_heads, width);
+    return d->pages ? paged : nsa__shape_of(d, rows, in_all, d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */
@@ -10774,16 +10774,17 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
     const nsa_desc *all = &p->cache->desc;
     nsa_desc d = nsa__slice_desc(all, all->tokens, p->count, all->kv_heads / p->parts);
     d.batch = p->sequences;
+    d.threads = p->threads;
+    if (!p->counts) return d; /* a size query's */
     d.firsts = p->cache->lengths + b;
     d.counts = p->counts + b;
-    d.threads = p->threads;
     return d;
 }
 
-/* x from sequence b of the batch and kv head `head` on, over the cache's keys. `packed`: sequences
+/* x from sequence b of the batch and kv head `head` on, over the cache's keys. `joined`: sequences
    of one new token are rows of one, as nsa_desc has queries where there are counts. */
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
-                                       int head, int packed) {
+                                       int head, int joined) {
     const nsa_desc *d = &cache->desc;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
@@ -10799,7 +10800,7 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
     one.k_cmp.out = cache->k_cmp;
     one.v_cmp.out = cache->v_cmp;
     one = nsa__slice_views(&one, d, &seq, head);
-    for (int i = 0; packed && i < 10; i++) rows[i]->token = rows[i]->batch;
+    for (int i = 0; joined && i < 10; i++) rows[i]->token = rows[i]->batch;
     one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
     one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
     one.out = nsa__view_at(one.out, b, 0, (int64_t)d->heads / d->kv_heads * head);
@@ -10902,7 +10903,6 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     else if (few)
         p.parts = all->kv_heads;
     nsa_desc d = nsa__decode_desc(&p, 0);
-    d.firsts = d.counts = NULL;
     d.first = d.tokens - d.count;
     nsa__decode_layout(&p, &shared);
     for (int i = 0; i < 3; i++)

@@ -484,7 +484,7 @@ int main(int argc, char **argv) {
     }
     for (int i = 0; i < (CHECKS_CUDA ? 0 : least ? 4 : 21); i++)
         test_in_place(i, 300 + 10 * (uint64_t)i);
-    for (int heads = 1; CHECKS_CUDA && heads <= 4; heads += 3) test_packed_workspace(heads);
+    for (int heads = 16; CHECKS_CUDA && heads <= 32; heads += 16) test_packed_workspace(heads);
     nsa_desc d = desc_of(shape(score_cases[0].shape));
     suite s = suite_of(&score_cases[0], &d);
     s.unused = UNUSED_CMP;

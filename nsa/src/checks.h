@@ -332,10 +332,10 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
 /* The shape of a view of keys: a row for each token, or compressed block. */
 static nsa__shape nsa__key_shape(const nsa_desc *d, int compressed, int64_t width) {
     const int64_t rows = compressed ? nsa_cmp_count(d, d->tokens) : d->tokens;
-    const int64_t packed = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
+    const int64_t in_all = compressed ? nsa__cmp_rows(d) : nsa__packed_tokens(d);
     const int stride = compressed ? d->cmp_stride : 1;
     const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
-    return d->pages ? paged : nsa__shape_of(d, rows, packed, d->kv_heads, width);
+    return d->pages ? paged : nsa__shape_of(d, rows, in_all, d->kv_heads, width);
 }
 
 /* The dtypes of tensors here. */

@@ -145,16 +145,17 @@ static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int b) {
     const nsa_desc *all = &p->cache->desc;
     nsa_desc d = nsa__slice_desc(all, all->tokens, p->count, all->kv_heads / p->parts);
     d.batch = p->sequences;
+    d.threads = p->threads;
+    if (!p->counts) return d; /* a size query's */
     d.firsts = p->cache->lengths + b;
     d.counts = p->counts + b;
-    d.threads = p->threads;
     return d;
 }
 
-/* x from sequence b of the batch and kv head `head` on, over the cache's keys. `packed`: sequences
+/* x from sequence b of the batch and kv head `head` on, over the cache's keys. `joined`: sequences
    of one new token are rows of one, as nsa_desc has queries where there are counts. */
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
-                                       int head, int packed) {
+                                       int head, int joined) {
     const nsa_desc *d = &cache->desc;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
@@ -170,7 +171,7 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
     one.k_cmp.out = cache->k_cmp;
     one.v_cmp.out = cache->v_cmp;
     one = nsa__slice_views(&one, d, &seq, head);
-    for (int i = 0; packed && i < 10; i++) rows[i]->token = rows[i]->batch;
+    for (int i = 0; joined && i < 10; i++) rows[i]->token = rows[i]->batch;
     one.k_cmp.x = nsa__view_at(cache->k_raw, b, 0, head);
     one.v_cmp.x = nsa__view_at(cache->v_raw, b, 0, head);
     one.out = nsa__view_at(one.out, b, 0, (int64_t)d->heads / d->kv_heads * head);
@@ -273,7 +274,6 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     else if (few)
         p.parts = all->kv_heads;
     nsa_desc d = nsa__decode_desc(&p, 0);
-    d.firsts = d.counts = NULL;
     d.first = d.tokens - d.count;
     nsa__decode_layout(&p, &shared);
     for (int i = 0; i < 3; i++)
