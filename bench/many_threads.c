@@ -8,11 +8,11 @@
 
 /* nsa.h calls `task` for every task, and `step` for every step of ordered ones. Here both
    calls note the time before and after. */
-static const void *note_task(intptr_t what, const void *context, int64_t index);
+static const void *note_task(intptr_t what, const void *context, int64_t index, void *scratch);
 static void *note_step(const void *ordered, void *slot);
 static int note_end(int done);
 #define task(context, index, scratch) \
-    task(note_task((intptr_t)task, context, index), index, scratch), note_end(0)
+    task(note_task((intptr_t)task, context, index, scratch), index, scratch), note_end(0)
 #define step(ordered, slot, scratch) \
     step(ordered, note_step(ordered, slot), scratch) ? note_end(1) : note_end(0)
 #include "decode.h"
@@ -26,11 +26,15 @@ enum { MAX_THREADS = 1024, ROUNDS = 3, LINES_AT_ONCE = 10, FORK_LINES = 10 };
 /* -- recording -- */
 
 /* A task, or a step of ordered ones: either it makes the task's share of a tile, or it adds
-   the oldest share that is pending; then the task has left other tiles afterwards than before. */
+   the oldest share that is pending; then the task has left other tiles afterwards than before. Or a
+   step of a split task. */
 typedef struct event {
-    intptr_t what; /* the function; 0: a step */
+    intptr_t what; /* the function; 0: a step of ordered ones */
     nsa__branch branch;
     int32_t task, predecessor, left, leaves;
+    int first;              /* of split tasks, those that threads look at first; 0: not split */
+    int begins;             /* 1: it is the first of its region */
+    int goes_on;            /* 1: the task takes its next batches; 0: it computes a part of them */
     size_t bytes;           /* of the sums of a tile */
     double seconds, before; /* of it, and of what one thread alone did before it */
 } event;
@@ -79,7 +83,31 @@ static int is_shared(intptr_t what, const void *context) {
     return what == (intptr_t)nsa__decode_task && ((const nsa__decode_job *)context)->threads > 1;
 }
 
-static const void *note_task(intptr_t what, const void *context, int64_t index) {
+static int note_end(int done);
+
+/* Does itself what the tasks do that are split, step by step. */
+static void note_splits(const nsa__splits *all, void *scratch) {
+    int begins = 1;
+    for (int i = 0; i < all->count;) {
+        nsa__split *s = nsa__split_at(all, i);
+        if (s->ended && ++i) continue;
+        event *e = note_begin();
+        e->what = (intptr_t)nsa__split_work;
+        e->task = i;
+        e->first = all->first;
+        e->begins = begins;
+        e->goes_on = s->joined == s->parts;
+        begins = 0;
+        nsa__split_step(all, s, scratch);
+        note_end(0);
+    }
+}
+
+static const void *note_task(intptr_t what, const void *context, int64_t index, void *scratch) {
+    if (what == (intptr_t)nsa__split_work) {
+        note_splits((const nsa__splits *)context, scratch);
+        return context;
+    }
     if (is_shared(what, context)) return context;
     event *e = note_begin();
     e->what = what;
@@ -174,6 +202,58 @@ static double replay_tasks(const machine *m, const event *e, size_t count) {
         clock[at] += e[i].seconds;
     }
     return latest(clock, threads) + fork_seconds(m, threads);
+}
+
+/* A task that is split, as it is simulated. */
+typedef struct split {
+    size_t at;           /* its next event; `count`: none is left */
+    double free, joined; /* when it may be claimed, and when all of its parts have been joined */
+} split;
+
+static size_t next_step(const event *e, size_t count, size_t at, int32_t task) {
+    while (at < count && e[at].task != task) at++;
+    return at;
+}
+
+/* The thread's next step, as nsa__split_work looks for it. Returns when it ends, or when to look
+   again; HUGE_VAL if all tasks have ended. Parts that wait for each other's softmax are replayed as
+   if they did not. */
+static double split_step(const machine *m, const event *e, size_t count, split *s, int tasks,
+                         int me, double now) {
+    double again = HUGE_VAL;
+    for (int i = 0; i < tasks; i++) {
+        const int32_t task = i < e->first ? (me + i) % e->first : i;
+        split *of = &s[task];
+        const event *next = &e[of->at];
+        if (of->at == count) continue;
+        const double from = next->goes_on && of->joined > of->free ? of->joined : of->free;
+        if (from > now) {
+            again = from < again ? from : again;
+            continue;
+        }
+        of->free = now + m->line + (next->goes_on ? next->seconds : 0);
+        now += m->line + next->seconds;
+        of->joined = now > of->joined ? now : of->joined;
+        of->at = next_step(e, count, of->at + 1, task);
+        return now;
+    }
+    return again;
+}
+
+static double replay_splits(const machine *m, const event *e, size_t count) {
+    double clock[MAX_THREADS] = {0}, end = 0;
+    int tasks = 0, left = m->threads;
+    for (size_t i = 0; i < count; i++) tasks = e[i].task >= tasks ? e[i].task + 1 : tasks;
+    split *s = (split *)allocate((size_t)tasks * sizeof *s);
+    for (int i = 0; i < tasks; i++) s[i] = (split){next_step(e, count, 0, i), 0, 0};
+    while (left) {
+        const int me = earliest(clock, m->threads);
+        end = clock[me] > end ? clock[me] : end;
+        clock[me] = split_step(m, e, count, s, tasks, me, clock[me]);
+        left -= clock[me] == HUGE_VAL;
+    }
+    free(s);
+    return end + fork_seconds(m, m->threads);
 }
 
 /* A simulated slot of nsa__ordered. */
@@ -330,9 +410,7 @@ static const struct {
     const char *name;
 } names[] = {{nsa__pack_task, "pack"},
              {nsa__forward_task, "attend"},
-             {nsa__split_begin, "split: begin"},
-             {nsa__split_go_on, "split: take, end"},
-             {nsa__split_task, "split: attend"},
+             {nsa__split_work, "attend, split"},
              {nsa__key_gradient_task, "add dk, dv"},
              {nsa__decode_task, "sequence"},
              {nsa__filter_task, "compress"},
@@ -376,6 +454,7 @@ static void add_part(summary *s, const char *name, const char *branch, size_t ta
 }
 
 static int same_region(const event *a, const event *b) {
+    if (a->first) return b->first && !b->begins;
     return a->what == b->what && (a->what ? b->task > a->task : b->task >= a->task);
 }
 
@@ -397,7 +476,10 @@ static summary replay(const machine *m, const record *r) {
         const char *branch = !e->what || is_attention(e->what) ? branches[e->branch] : "";
         add_part(&s, "one thread alone", "", 0, e->before, e->before, e->before);
         add_part(&s, name_of(e->what), branch, tasks, alone,
-                 e->what ? replay_tasks(m, e, n) : replay_ordered(m, e, n), longest);
+                 (e->first  ? replay_splits
+                  : e->what ? replay_tasks
+                            : replay_ordered)(m, e, n),
+                 longest);
         i += n;
     }
     return s;
@@ -494,7 +576,7 @@ static const option own[] = {
      .max = 4096,
      .words = "BATCH",
      .help = "a step of decoding of so many sequences alone; parts of one task that wait for each\n"
-             "other are replayed as if they did not"},
+             "other's softmax are replayed as if they did not"},
     {.flag = "--shape",
      .kind = OPTION_LIST,
      .offset = offsetof(options, shapes),

@@ -2795,8 +2795,7 @@ static int nsa__threads_for(int threads, int64_t work, int awake) {
 }
 
 /* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
-   tasks read neighbouring rows and often the same tiles; no result depends on the order, but a task
-   may wait for one before it (attend_split.h), which has begun then. One thread
+   tasks read neighbouring rows and often the same tiles; no result depends on the order. One thread
    enters no parallel region: what its tasks run would be nested there, with threads of its own that
    are created each time. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
@@ -7451,14 +7450,16 @@ typedef struct nsa__attend_plan {
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
     size_t shared;           /* bytes of workspace that all threads share */
     size_t scratch;          /* bytes of workspace for each thread */
+    size_t room;             /* of them, what a thread has for its parts of split tasks */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
    head after another. */
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
-    int least_tasks; /* of it, if its queries are enough */
-    int heads;       /* jobs that run at once, side by side in one array */
+    const struct nsa__head_job *then; /* of a split task: the job that begins when it has ended */
+    int least_tasks;                  /* of it, if its queries are enough */
+    int heads;                        /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
     int task_queries;            /* queries of a task */
@@ -8653,26 +8654,38 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
      softmax: in turn, because it goes on from the maximum and the sum before
      sums:    p v of each batch alone
      joined:  in turn, out = p v + shrink out
-   Each number is the same sum in the same order as nsa__forward_task computes it alone. */
+   Each number is the same sum in the same order as nsa__forward_task computes it alone.
+   All tasks of a call are in one parallel region. A thread looks for a part of any of them. Where
+   all parts at hand have been joined, the thread that sees it takes the next batches in hand, or
+   ends the task, while the others work at other tasks: win's batches fill the time in which one
+   thread selects blocks. */
 
-/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. What the
-   threads share is the one's where the split lies; p, shrink and sums are each thread's own. */
+/* What a thread has for its part of any task. */
+typedef struct nsa__split_room {
+    nsa__in_place in_place;
+    nsa_real *p;      /* of each batch of a part */
+    nsa_real *shrink; /* of the same */
+    nsa_real *sums;   /* of the same: p v */
+} nsa__split_room;
+
+/* A task that is split. It lies in the scratch of a thread, behind the thread's own room, as there
+   are no more tasks than threads. */
 typedef struct nsa__split {
-    const nsa__head_job *job; /* NULL: there is no such task */
-    nsa__head_job own;        /* the job of one query, whose keys are gathered */
-    int64_t task;             /* which of the job's */
+    int32_t claims;            /* 0: no thread takes a part */
+    int32_t ended;             /* 1: nothing is left */
+    int32_t taken, parts;      /* of the batches at hand: parts that have been taken, and all */
+    int32_t scored;            /* parts whose softmax is done */
+    int32_t joined;            /* parts that are in out */
+    const nsa__head_job *job;  /* NULL: not begun */
+    const nsa__head_job *then; /* the job to begin next */
+    nsa__head_job own;         /* the job of one query, whose keys are gathered */
     nsa__forward f;
     int from;            /* of the tile's queries, the first of the next batch */
     int n, most;         /* batches at hand, and room for them */
-    int at_once;         /* batches that a thread takes */
-    int32_t scored;      /* such parts of the batches at hand whose softmax is done */
-    int32_t joined;      /* the same of those that are in out */
+    int at_once;         /* batches of a part */
     nsa__batch *batches; /* the query, row and mask of each lie in the next two: */
     uint64_t *masks;     /* of each batch and query */
     int *ascending;      /* 0, 1, 2, ...: queries of a batch in place are neighbours */
-    nsa_real *p;         /* of each batch of a part */
-    nsa_real *shrink;    /* of the same */
-    nsa_real *sums;      /* of the same: p v */
 } nsa__split;
 
 /* Queries and rows of a batch. */
@@ -8683,64 +8696,66 @@ static int nsa__split_rows(const nsa__attend_plan *p) {
     return nsa__split_queries(p) * p->group;
 }
 
-/* Returns where the split lies. More queries have fewer batches at hand, and all have the room of
-   the most, because a workspace for many must serve fewer. */
-static nsa__split *nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
+static void nsa__split_room_alloc(nsa__split_room *r, const nsa__attend_plan *p, nsa__arena *a) {
+    const int64_t rows = (int64_t)p->cut.batch_queries * p->group;
+    nsa__in_place_alloc(&r->in_place, p, a);
+    r->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
+    r->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
+    r->sums = nsa__alloc_reals(a, nsa__max(NSA__SPLIT_NUMBERS, rows * p->v.wide));
+}
+
+/* What a split task has, from the split itself on. More queries have fewer batches at hand, and all
+   have the room of the most, because a workspace for many must serve fewer. */
+static void nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
     const int queries = p->cut.batch_queries;
-    const int64_t rows = (int64_t)queries * p->group, wide = p->v.wide;
+    const int64_t rows = (int64_t)queries * p->group;
     const int64_t masks = nsa__max(NSA__SPLIT_MASKS, (int64_t)NSA__SPLIT_BATCHES * queries);
-    nsa__split *at = (nsa__split *)nsa__alloc(a, 1, sizeof *at);
-    memset(s, 0, sizeof *s);
+    nsa__alloc(a, 1, sizeof *s);
     nsa__forward_alloc(&s->f, p, a);
     s->most = (int)(masks / nsa__split_queries(p));
-    s->at_once = (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / wide / nsa__split_rows(p));
+    s->at_once =
+        (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p));
     s->at_once = (int)nsa__max(1, s->at_once);
     s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
     s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
     s->ascending = (int *)nsa__alloc(a, rows, sizeof *s->ascending);
-    s->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
-    s->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
-    s->sums = nsa__alloc_reals(a, nsa__max(NSA__SPLIT_NUMBERS, rows * wide));
-    return at;
 }
 
 /* What the threads share. */
 typedef struct nsa__splits {
-    const nsa__head_job *jobs;
     const nsa__team *team;
-    int heads, count; /* jobs, and tasks of them that are split */
+    size_t room; /* bytes of a thread's own room */
+    int count;   /* tasks that are split */
+    int first;   /* the first of them, which all threads prefer: others wait for them */
 } nsa__splits;
 
 static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
-    return (nsa__split *)(void *)(all->team->scratch + all->team->scratch_bytes * (size_t)i);
+    const nsa__team *team = all->team;
+    return (nsa__split *)(void *)(team->scratch + team->scratch_bytes * (size_t)i + all->room);
 }
 
 /* The task from its first tile on. */
 static void nsa__split_restart(nsa__split *s) {
-    nsa__forward_begin(&s->f, s->job, s->task);
+    nsa__forward_begin(&s->f, s->job, 0);
     s->f.iter.tile_queries = s->from = 0;
 }
 
-/* Task i of those that are split; jobs alternate. */
-static void nsa__split_begin(const void *context, int64_t i, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__head_job *job = &all->jobs[i % all->heads];
-    nsa__split s;
-    nsa__arena a = {(char *)nsa__split_at(all, i), 0};
-    nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
-    (void)scratch;
-    *at = s;
-    at->task = i / all->heads;
-    if (at->task >= nsa__head_tasks(job)) return;
-    at->job = job;
-    if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + (int)at->task);
-    for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
-    nsa__split_restart(at);
+/* Begins the next job. */
+static void nsa__split_begin(nsa__split *s) {
+    const nsa__head_job *job = s->then;
+    nsa__arena a = {(char *)s, 0};
+    nsa__split_alloc(s, job->plan, &a);
+    s->then = job->then;
+    s->job = job;
+    if (job->gathers) s->job = nsa__gather(&s->own, job, job->seq.first);
+    for (int r = 0; r < nsa__split_rows(job->plan); r++) s->ascending[r] = r;
+    nsa__split_restart(s);
 }
 
 /* Takes the next batches in hand. The last of a part prefetches the keys of the part that its
-   thread is likely to take next: `apart` batches behind its own. */
-static void nsa__split_next(nsa__split *s, int apart) {
+   thread is likely to take next, if so many others work at the task. */
+static void nsa__split_next(nsa__split *s, int others) {
+    const int apart = others * s->at_once;
     nsa__tile_iter *it = &s->f.iter;
     for (s->n = 0; s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
@@ -8758,24 +8773,22 @@ static void nsa__split_next(nsa__split *s, int apart) {
     }
     for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
         s->batches[i].next_key = s->batches[i + 1 + apart].key;
-    s->scored = s->joined = 0;
+    s->taken = s->scored = s->joined = 0;
+    s->parts = (int32_t)nsa__ceil_div(s->n, s->at_once);
 }
 
-/* The next batches of task i, or its end if none is left. */
-static void nsa__split_go_on(const void *context, int64_t i, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const int others = (int)nsa__ceil_div(all->team->threads, all->count) - 1; /* at a task */
-    nsa__split *s = nsa__split_at(all, i);
-    (void)scratch;
-    if (!s->job) return;
-    nsa__split_next(s, others * s->at_once);
-    if (s->n) return;
-    if (nsa__forward_repeats(&s->f, s->job)) {
-        nsa__split_restart(s);
-        nsa__split_next(s, others * s->at_once);
-    } else {
-        nsa__forward_end(&s->f, s->job);
-        s->job = NULL;
+/* All parts at hand have been joined: the next batches, or those of the next job, or the end. */
+static void nsa__split_go_on(nsa__split *s, int others) {
+    if (s->job) nsa__split_next(s, others);
+    while (!s->n) {
+        const int repeats = s->job && nsa__forward_repeats(&s->f, s->job);
+        if (s->job && !repeats) nsa__forward_end(&s->f, s->job);
+        if (!repeats && !s->then) {
+            nsa__write(&s->ended, 1);
+            return;
+        }
+        (repeats ? nsa__split_restart : nsa__split_begin)(s);
+        nsa__split_next(s, others);
     }
 }
 
@@ -8792,8 +8805,7 @@ typedef struct nsa__part {
     ptrdiff_t apart;
 } nsa__part;
 
-/* Part `nth` of a task; `mine` is what the thread has for it. */
-static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *mine) {
+static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split_room *mine) {
     const nsa__attend_plan *p = s->job->plan;
     const ptrdiff_t rows = nsa__split_rows(p);
     nsa__part part;
@@ -8801,7 +8813,7 @@ static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *m
     part.nth = nth;
     part.n = (int)nsa__min(s->at_once, s->n - nth * s->at_once);
     part.batches = s->batches + (ptrdiff_t)nth * s->at_once;
-    part.in_place = &mine->f.in_place;
+    part.in_place = &mine->in_place;
     part.in_place->q_t = s->f.in_place.q_t;
     part.in_place->copies = s->f.in_place.copies;
     for (int i = 0; i < part.n; i++) {
@@ -8847,13 +8859,12 @@ static void nsa__split_sums(nsa__split *s, nsa__part *part) {
     nsa__write(&s->joined, part->nth + 1);
 }
 
-static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    nsa__split *s = nsa__split_at(all, nth % all->count), mine;
+/* Part `nth` of a task. */
+static void nsa__split_compute(nsa__split *s, int32_t nth, void *scratch) {
+    nsa__split_room mine;
     nsa__arena a = {(char *)scratch, 0};
-    if (nth / all->count * s->at_once >= s->n) return;
-    nsa__split_alloc(&mine, s->job->plan, &a);
-    nsa__part part = nsa__split_part(s, (int32_t)(nth / all->count), &mine);
+    nsa__split_room_alloc(&mine, s->job->plan, &a);
+    nsa__part part = nsa__split_part(s, nth, &mine);
     for (int i = 0; i < part.n; i++) {
         nsa__in_place_scores(part.in_place, s->job, &part.batches[i], part.apart, part.scores[i]);
         part.nonfinite[i] = part.in_place->nonfinite;
@@ -8862,27 +8873,54 @@ static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
     nsa__split_sums(s, &part);
 }
 
-/* Runs `count` tasks of the jobs, fewer than the team has threads. */
-static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
-    const nsa__splits all = {jobs, team, heads, count};
-    nsa__run(team, count, nsa__split_begin, &all);
-    for (int64_t parts = 1; parts;) {
-        parts = 0;
-        nsa__run(team, count, nsa__split_go_on, &all);
-        for (int i = 0; i < count; i++) {
-            const nsa__split *s = nsa__split_at(&all, i);
-            parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
+/* One part of the task, or the next batches of it. Returns 0 if there is neither, or if another
+   thread takes one. */
+static int nsa__split_step(const nsa__splits *all, nsa__split *s, void *scratch) {
+    const int others = (int)nsa__ceil_div(all->team->threads, all->first) - 1; /* at a task */
+    int32_t part = -1;
+    int goes_on;
+    if (nsa__read(&s->claims) || !nsa__claim(&s->claims)) return 0;
+    goes_on = !s->ended && nsa__read(&s->joined) == s->parts;
+    if (goes_on) nsa__split_go_on(s, others);
+    if (!goes_on && s->taken < s->parts) part = s->taken++;
+    nsa__write(&s->claims, 0);
+    if (part >= 0) nsa__split_compute(s, part, scratch);
+    return goes_on || part >= 0;
+}
+
+/* What thread `nth` does, until all tasks have ended. Of the first tasks it looks at one of its own
+   before the others. */
+static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    for (int left = 1, done; left;) {
+        left = done = 0;
+        for (int i = 0; i < all->count && !done; i++) {
+            nsa__split *s = nsa__split_at(all, i < all->first ? (nth + i) % all->first : i);
+            if (nsa__read(&s->ended)) continue;
+            left = 1;
+            done = nsa__split_step(all, s, scratch);
         }
-        nsa__run(team, count * parts, nsa__split_task, &all);
+        if (left && !done) nsa__yield();
     }
+}
+
+/* Runs the first tasks of `count` jobs, which are no more than the team has threads. */
+static void nsa__split_run(const nsa__splits *all, const nsa__head_job *jobs) {
+    for (int i = 0; i < all->count; i++) {
+        nsa__split *s = nsa__split_at(all, i);
+        memset(s, 0, sizeof *s);
+        s->then = &jobs[i];
+    }
+    nsa__run(all->team, all->team->threads, nsa__split_work, all);
 }
 
 /* ---- Attention: forward, a call -----------------------------------------------------------------
    Twin: none. Not here: a task (attend_forward.h, attend_split.h). */
 
-/* Head jobs of sequences with few queries that run side by side. */
+/* Head jobs of sequences with few queries that run side by side; of the chain, those of three
+   branches. */
 static int64_t nsa__in_place_slots(const nsa__attend_plan *p) {
-    return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
+    return (p->select ? 3 : 1) * nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
 }
 
 /* What the jobs take of the shared workspace. A plan counts it, without a base. Returns the jobs
@@ -8909,12 +8947,15 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     const int lists = nsa__traits_of[branch].lists || select;
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch, lists, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_NEAR];
+    nsa__split_room room;
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.select = select;
     p.options.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
+    nsa__split_room_alloc(&room, &p, &scratch);
+    p.room = scratch.used;
     nsa__split_alloc(&split, &p, &scratch);
     p.shared = shared.used;
     p.scratch = nsa__pack_scratch(&p, scratch.used);
@@ -8925,25 +8966,29 @@ static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
 }
 
+/* Threads for n jobs that read in place. */
+static int nsa__in_place_threads(const nsa__head_job *jobs, int64_t n, const nsa__team *team) {
+    int64_t work = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const nsa__attend_plan *p = jobs[i].plan;
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
+        if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        work += keys * jobs[i].seq.count * p->group * (p->k.wide + p->v.wide);
+    }
+    return nsa__threads_for(team->threads, work, jobs->plan->options.step != NULL);
+}
+
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
    have empty ones. */
 static void nsa__in_place_run(nsa__head_job *jobs, int n, const nsa__team *team) {
-    const nsa__attend_plan *p = jobs->plan;
     nsa__team fewer = *team;
-    int64_t work = 0, most = 0;
+    int64_t most = 0;
     for (int i = 0; i < n; i++) {
-        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
-        if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
-        work += keys * jobs[i].seq.count;
         most = nsa__max(most, nsa__head_tasks(&jobs[i]));
         jobs[i].heads = n;
     }
-    work *= (int64_t)p->group * (p->k.wide + p->v.wide);
-    fewer.threads = nsa__threads_for(team->threads, work, p->options.step != NULL);
-    if (n * most < fewer.threads)
-        nsa__split_run(jobs, n, (int)(n * most), &fewer);
-    else
-        nsa__run(&fewer, n * most, nsa__forward_task, jobs);
+    fewer.threads = nsa__in_place_threads(jobs, n, team);
+    nsa__run(&fewer, n * most, nsa__forward_task, jobs);
 }
 
 /* Runs the sequences with few queries and the queries that gather, which read keys in place.
@@ -8967,10 +9012,60 @@ static void nsa__forward_in_place(const nsa__head_job *any, nsa__head_job *jobs,
     if (n) nsa__in_place_run(jobs, n, team);
 }
 
+/* A thread's scratch where tasks of n plans are split, and in it the most of a thread's room. */
+static size_t nsa__split_scratch(const nsa__attend_plan *p, int n, size_t *room) {
+    size_t task = *room = 0;
+    for (int i = 0; i < n; i++) {
+        *room = nsa__larger(*room, p[i].room);
+        task = nsa__larger(task, p[i].scratch - p[i].room);
+    }
+    return *room + task;
+}
+
+/* The jobs of all sequences and heads, each of one task, or none: of plan i from at[i] on. Returns
+   0 if there are sequences with more tasks. */
+static int nsa__split_jobs(nsa__head_job *at[3], const nsa__attend_plan *p, int n) {
+    const nsa_desc *d = p->d;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
+        for (int i = 0; i < n; i++) {
+            const int gathers = nsa__seq_part(&p[i], seq, 1).count;
+            if (!seq.count || seq.count > (gathers ? 1 : p[i].cut.in_place_max)) return 0;
+            for (int head = 0; head < p[i].heads; head++, at[i]++) {
+                *at[i] = nsa__job_make(&p[i]);
+                at[i]->gathers = gathers;
+                nsa__set_head(at[i], &seq, head, 0);
+            }
+        }
+    return 1;
+}
+
+/* One plan, or the three of the chain, all of whose tasks are split; slc's begin as those of cmp
+   end, which make their lists. Returns 0 if there are not more threads than that. */
+static int nsa__forward_split(const nsa__attend_plan *p, int n, void *workspace, size_t bytes) {
+    const int64_t batch = p->d->batch, first = batch * p->heads, slots = nsa__in_place_slots(p);
+    const int64_t win = n == 3 ? batch * p[NSA__WIN].heads : 0;
+    const int64_t count = first + win, all_jobs = count + (n == 3 ? first : 0);
+    nsa__arena shared = nsa__arena_at(workspace);
+    nsa__team team;
+    nsa__splits all = {&team, 0, (int)count, (int)first};
+    const size_t scratch = nsa__split_scratch(p, n, &all.room);
+    if (all_jobs > slots || p->d->count > p->cut.in_place_max) return 0;
+    if (nsa__team_make(&team, p->d, workspace, bytes, p->shared, scratch) != NSA_OK) return 0;
+    nsa__head_job *jobs = (nsa__head_job *)nsa__alloc(&shared, slots, sizeof *jobs);
+    nsa__head_job *at[] = {jobs, jobs + count, jobs + first};
+    if (team.threads <= first || !nsa__split_jobs(at, p, n)) return 0;
+    for (int64_t i = 0; n == 3 && i < first; i++) jobs[i].then = &jobs[count + i];
+    team.threads = nsa__in_place_threads(jobs, all_jobs, &team);
+    if (team.threads <= first || team.threads < count) return 0;
+    nsa__split_run(&all, jobs);
+    return 1;
+}
+
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
+    if (nsa__forward_split(p, 1, workspace, bytes)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
     for (int i = 0; i < p->cut.head_slots; i++)
@@ -10329,18 +10424,21 @@ static size_t nsa__phi_bytes(const nsa_attention *x, const nsa_desc *d, int back
 /* The workspace of the parts one after another. */
 static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
                                     const nsa_desc *d, int threads) {
-    size_t most = nsa__phi_bytes(x, d, 0, threads);
+    size_t most = nsa__phi_bytes(x, d, 0, threads), room;
+    const size_t scratch = nsa__split_scratch(p->branch, 3, &room);
     for (int i = 0; i < 3; i++)
         most = nsa__larger(most, nsa__attend_plan_bytes(&p->branch[i], threads));
-    return most;
+    if (d->count > p->branch->cut.in_place_max || threads == 1) return most;
+    return nsa__larger(most, nsa__bytes_for(p->branch->shared, threads, scratch));
 }
 
-/* The parts one after another; `ring`: of phi's rows. */
+/* The parts one after another, but for branches that are split; `ring`: of phi's rows. */
 static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
                                  const nsa_desc *d, int ring, void *workspace, size_t bytes) {
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, ring, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, ring, workspace, bytes));
-    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
+    if (!nsa__forward_split(p->branch, 3, workspace, bytes))
+        for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
     return NSA_OK;
 }

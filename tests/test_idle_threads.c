@@ -31,6 +31,7 @@ static const struct {
 /* New tokens of each of some sequences. */
 typedef struct shape {
     int heads, count, sequences;
+    int slc_block; /* 0: the default; blocks that no tiles divide are gathered */
 } shape;
 
 /* What a step gives. */
@@ -84,6 +85,7 @@ static void step(results *to, int format, const shape *s, const int32_t *counts,
     nsa_desc d = nsa_desc_default(s->sequences, TOKENS, heads, 1, DIM);
     d.dim_v = DIM_V;
     d.threads = threads;
+    if (s->slc_block) d.slc_block = s->slc_block, d.cmp_block = d.cmp_stride = s->slc_block / 3;
     size_t bytes = nsa_cache_size(&d, dtype, MOST_NEW);
     void *memory = malloc(bytes);
     CHECK_OK("cache", nsa_cache_init(&cache, &d, dtype, MOST_NEW, memory, bytes));
@@ -116,8 +118,9 @@ static void compare(int format, shape s, const int32_t *counts, const char *what
     static const int threads[] = {2, 3, 8, 17};
     step(&alone, format, &s, counts, 1);
     for (int i = 0; i < COUNT(threads); i++) {
-        check_case("%s, %d heads, %d tokens of %d sequences, %s, %d threads", caches[format].name,
-                   s.heads, s.count, s.sequences, what, threads[i]);
+        check_case("%s, %d heads, %d tokens of %d sequences, blocks of %d, %s, %d threads",
+                   caches[format].name, s.heads, s.count, s.sequences, s.slc_block, what,
+                   threads[i]);
         step(&split, format, &s, counts, threads[i]);
         CHECK_BITS("out", split.out, alone.out, sizeof alone.out, sizeof(nsa_real));
         CHECK_BITS("lse", split.lse, alone.lse, sizeof alone.lse, sizeof(nsa_real));
@@ -128,7 +131,8 @@ static void compare(int format, shape s, const int32_t *counts, const char *what
 
 /* Work for some threads: less is done by one. Queries that are one batch read keys in place. Groups
    of 20 heads have no parts of eight rows. */
-static const shape sizes[] = {{64, 1, 1}, {16, 4, 1}, {20, 3, 1}, {17, 2, 1}, {16, 1, 4}};
+static const shape sizes[] = {{64, 1, 1, 0}, {16, 4, 1, 0}, {20, 3, 1, 0},
+                              {17, 2, 1, 0}, {16, 1, 4, 0}, {64, 1, 1, 24}};
 
 int main(void) {
     static const int32_t one_waits[] = {1, 0, 1, 1};

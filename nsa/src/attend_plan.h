@@ -43,14 +43,16 @@ typedef struct nsa__attend_plan {
     nsa__operand k, v;       /* rows of q and k, and of dout and v */
     size_t shared;           /* bytes of workspace that all threads share */
     size_t scratch;          /* bytes of workspace for each thread */
+    size_t room;             /* of them, what a thread has for its parts of split tasks */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
    head after another. */
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
-    int least_tasks; /* of it, if its queries are enough */
-    int heads;       /* jobs that run at once, side by side in one array */
+    const struct nsa__head_job *then; /* of a split task: the job that begins when it has ended */
+    int least_tasks;                  /* of it, if its queries are enough */
+    int heads;                        /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
     int task_queries;            /* queries of a task */

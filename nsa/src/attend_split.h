@@ -8,28 +8,40 @@
      softmax: in turn, because it goes on from the maximum and the sum before
      sums:    p v of each batch alone
      joined:  in turn, out = p v + shrink out
-   Each number is the same sum in the same order as nsa__forward_task computes it alone. */
+   Each number is the same sum in the same order as nsa__forward_task computes it alone.
+   All tasks of a call are in one parallel region. A thread looks for a part of any of them. Where
+   all parts at hand have been joined, the thread that sees it takes the next batches in hand, or
+   ends the task, while the others work at other tasks: win's batches fill the time in which one
+   thread selects blocks. */
 #pragma once
 #include "attend_forward.h"
 
-/* A task that is split. It lies in the scratch of a thread, as there are fewer of them. What the
-   threads share is the one's where the split lies; p, shrink and sums are each thread's own. */
+/* What a thread has for its part of any task. */
+typedef struct nsa__split_room {
+    nsa__in_place in_place;
+    nsa_real *p;      /* of each batch of a part */
+    nsa_real *shrink; /* of the same */
+    nsa_real *sums;   /* of the same: p v */
+} nsa__split_room;
+
+/* A task that is split. It lies in the scratch of a thread, behind the thread's own room, as there
+   are no more tasks than threads. */
 typedef struct nsa__split {
-    const nsa__head_job *job; /* NULL: there is no such task */
-    nsa__head_job own;        /* the job of one query, whose keys are gathered */
-    int64_t task;             /* which of the job's */
+    int32_t claims;            /* 0: no thread takes a part */
+    int32_t ended;             /* 1: nothing is left */
+    int32_t taken, parts;      /* of the batches at hand: parts that have been taken, and all */
+    int32_t scored;            /* parts whose softmax is done */
+    int32_t joined;            /* parts that are in out */
+    const nsa__head_job *job;  /* NULL: not begun */
+    const nsa__head_job *then; /* the job to begin next */
+    nsa__head_job own;         /* the job of one query, whose keys are gathered */
     nsa__forward f;
     int from;            /* of the tile's queries, the first of the next batch */
     int n, most;         /* batches at hand, and room for them */
-    int at_once;         /* batches that a thread takes */
-    int32_t scored;      /* such parts of the batches at hand whose softmax is done */
-    int32_t joined;      /* the same of those that are in out */
+    int at_once;         /* batches of a part */
     nsa__batch *batches; /* the query, row and mask of each lie in the next two: */
     uint64_t *masks;     /* of each batch and query */
     int *ascending;      /* 0, 1, 2, ...: queries of a batch in place are neighbours */
-    nsa_real *p;         /* of each batch of a part */
-    nsa_real *shrink;    /* of the same */
-    nsa_real *sums;      /* of the same: p v */
 } nsa__split;
 
 /* Queries and rows of a batch. */
@@ -40,64 +52,66 @@ static int nsa__split_rows(const nsa__attend_plan *p) {
     return nsa__split_queries(p) * p->group;
 }
 
-/* Returns where the split lies. More queries have fewer batches at hand, and all have the room of
-   the most, because a workspace for many must serve fewer. */
-static nsa__split *nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
+static void nsa__split_room_alloc(nsa__split_room *r, const nsa__attend_plan *p, nsa__arena *a) {
+    const int64_t rows = (int64_t)p->cut.batch_queries * p->group;
+    nsa__in_place_alloc(&r->in_place, p, a);
+    r->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
+    r->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
+    r->sums = nsa__alloc_reals(a, nsa__max(NSA__SPLIT_NUMBERS, rows * p->v.wide));
+}
+
+/* What a split task has, from the split itself on. More queries have fewer batches at hand, and all
+   have the room of the most, because a workspace for many must serve fewer. */
+static void nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__arena *a) {
     const int queries = p->cut.batch_queries;
-    const int64_t rows = (int64_t)queries * p->group, wide = p->v.wide;
+    const int64_t rows = (int64_t)queries * p->group;
     const int64_t masks = nsa__max(NSA__SPLIT_MASKS, (int64_t)NSA__SPLIT_BATCHES * queries);
-    nsa__split *at = (nsa__split *)nsa__alloc(a, 1, sizeof *at);
-    memset(s, 0, sizeof *s);
+    nsa__alloc(a, 1, sizeof *s);
     nsa__forward_alloc(&s->f, p, a);
     s->most = (int)(masks / nsa__split_queries(p));
-    s->at_once = (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / wide / nsa__split_rows(p));
+    s->at_once =
+        (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p));
     s->at_once = (int)nsa__max(1, s->at_once);
     s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
     s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
     s->ascending = (int *)nsa__alloc(a, rows, sizeof *s->ascending);
-    s->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
-    s->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
-    s->sums = nsa__alloc_reals(a, nsa__max(NSA__SPLIT_NUMBERS, rows * wide));
-    return at;
 }
 
 /* What the threads share. */
 typedef struct nsa__splits {
-    const nsa__head_job *jobs;
     const nsa__team *team;
-    int heads, count; /* jobs, and tasks of them that are split */
+    size_t room; /* bytes of a thread's own room */
+    int count;   /* tasks that are split */
+    int first;   /* the first of them, which all threads prefer: others wait for them */
 } nsa__splits;
 
 static nsa__split *nsa__split_at(const nsa__splits *all, int64_t i) {
-    return (nsa__split *)(void *)(all->team->scratch + all->team->scratch_bytes * (size_t)i);
+    const nsa__team *team = all->team;
+    return (nsa__split *)(void *)(team->scratch + team->scratch_bytes * (size_t)i + all->room);
 }
 
 /* The task from its first tile on. */
 static void nsa__split_restart(nsa__split *s) {
-    nsa__forward_begin(&s->f, s->job, s->task);
+    nsa__forward_begin(&s->f, s->job, 0);
     s->f.iter.tile_queries = s->from = 0;
 }
 
-/* Task i of those that are split; jobs alternate. */
-static void nsa__split_begin(const void *context, int64_t i, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const nsa__head_job *job = &all->jobs[i % all->heads];
-    nsa__split s;
-    nsa__arena a = {(char *)nsa__split_at(all, i), 0};
-    nsa__split *at = nsa__split_alloc(&s, job->plan, &a);
-    (void)scratch;
-    *at = s;
-    at->task = i / all->heads;
-    if (at->task >= nsa__head_tasks(job)) return;
-    at->job = job;
-    if (job->gathers) at->job = nsa__gather(&at->own, job, job->seq.first + (int)at->task);
-    for (int r = 0; r < nsa__split_rows(job->plan); r++) at->ascending[r] = r;
-    nsa__split_restart(at);
+/* Begins the next job. */
+static void nsa__split_begin(nsa__split *s) {
+    const nsa__head_job *job = s->then;
+    nsa__arena a = {(char *)s, 0};
+    nsa__split_alloc(s, job->plan, &a);
+    s->then = job->then;
+    s->job = job;
+    if (job->gathers) s->job = nsa__gather(&s->own, job, job->seq.first);
+    for (int r = 0; r < nsa__split_rows(job->plan); r++) s->ascending[r] = r;
+    nsa__split_restart(s);
 }
 
 /* Takes the next batches in hand. The last of a part prefetches the keys of the part that its
-   thread is likely to take next: `apart` batches behind its own. */
-static void nsa__split_next(nsa__split *s, int apart) {
+   thread is likely to take next, if so many others work at the task. */
+static void nsa__split_next(nsa__split *s, int others) {
+    const int apart = others * s->at_once;
     nsa__tile_iter *it = &s->f.iter;
     for (s->n = 0; s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
@@ -115,24 +129,22 @@ static void nsa__split_next(nsa__split *s, int apart) {
     }
     for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
         s->batches[i].next_key = s->batches[i + 1 + apart].key;
-    s->scored = s->joined = 0;
+    s->taken = s->scored = s->joined = 0;
+    s->parts = (int32_t)nsa__ceil_div(s->n, s->at_once);
 }
 
-/* The next batches of task i, or its end if none is left. */
-static void nsa__split_go_on(const void *context, int64_t i, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    const int others = (int)nsa__ceil_div(all->team->threads, all->count) - 1; /* at a task */
-    nsa__split *s = nsa__split_at(all, i);
-    (void)scratch;
-    if (!s->job) return;
-    nsa__split_next(s, others * s->at_once);
-    if (s->n) return;
-    if (nsa__forward_repeats(&s->f, s->job)) {
-        nsa__split_restart(s);
-        nsa__split_next(s, others * s->at_once);
-    } else {
-        nsa__forward_end(&s->f, s->job);
-        s->job = NULL;
+/* All parts at hand have been joined: the next batches, or those of the next job, or the end. */
+static void nsa__split_go_on(nsa__split *s, int others) {
+    if (s->job) nsa__split_next(s, others);
+    while (!s->n) {
+        const int repeats = s->job && nsa__forward_repeats(&s->f, s->job);
+        if (s->job && !repeats) nsa__forward_end(&s->f, s->job);
+        if (!repeats && !s->then) {
+            nsa__write(&s->ended, 1);
+            return;
+        }
+        (repeats ? nsa__split_restart : nsa__split_begin)(s);
+        nsa__split_next(s, others);
     }
 }
 
@@ -149,8 +161,7 @@ typedef struct nsa__part {
     ptrdiff_t apart;
 } nsa__part;
 
-/* Part `nth` of a task; `mine` is what the thread has for it. */
-static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *mine) {
+static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split_room *mine) {
     const nsa__attend_plan *p = s->job->plan;
     const ptrdiff_t rows = nsa__split_rows(p);
     nsa__part part;
@@ -158,7 +169,7 @@ static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split *m
     part.nth = nth;
     part.n = (int)nsa__min(s->at_once, s->n - nth * s->at_once);
     part.batches = s->batches + (ptrdiff_t)nth * s->at_once;
-    part.in_place = &mine->f.in_place;
+    part.in_place = &mine->in_place;
     part.in_place->q_t = s->f.in_place.q_t;
     part.in_place->copies = s->f.in_place.copies;
     for (int i = 0; i < part.n; i++) {
@@ -204,13 +215,12 @@ static void nsa__split_sums(nsa__split *s, nsa__part *part) {
     nsa__write(&s->joined, part->nth + 1);
 }
 
-static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__splits *all = (const nsa__splits *)context;
-    nsa__split *s = nsa__split_at(all, nth % all->count), mine;
+/* Part `nth` of a task. */
+static void nsa__split_compute(nsa__split *s, int32_t nth, void *scratch) {
+    nsa__split_room mine;
     nsa__arena a = {(char *)scratch, 0};
-    if (nth / all->count * s->at_once >= s->n) return;
-    nsa__split_alloc(&mine, s->job->plan, &a);
-    nsa__part part = nsa__split_part(s, (int32_t)(nth / all->count), &mine);
+    nsa__split_room_alloc(&mine, s->job->plan, &a);
+    nsa__part part = nsa__split_part(s, nth, &mine);
     for (int i = 0; i < part.n; i++) {
         nsa__in_place_scores(part.in_place, s->job, &part.batches[i], part.apart, part.scores[i]);
         part.nonfinite[i] = part.in_place->nonfinite;
@@ -219,17 +229,43 @@ static void nsa__split_task(const void *context, int64_t nth, void *scratch) {
     nsa__split_sums(s, &part);
 }
 
-/* Runs `count` tasks of the jobs, fewer than the team has threads. */
-static void nsa__split_run(const nsa__head_job *jobs, int heads, int count, const nsa__team *team) {
-    const nsa__splits all = {jobs, team, heads, count};
-    nsa__run(team, count, nsa__split_begin, &all);
-    for (int64_t parts = 1; parts;) {
-        parts = 0;
-        nsa__run(team, count, nsa__split_go_on, &all);
-        for (int i = 0; i < count; i++) {
-            const nsa__split *s = nsa__split_at(&all, i);
-            parts = nsa__max(parts, nsa__ceil_div(s->n, s->at_once));
+/* One part of the task, or the next batches of it. Returns 0 if there is neither, or if another
+   thread takes one. */
+static int nsa__split_step(const nsa__splits *all, nsa__split *s, void *scratch) {
+    const int others = (int)nsa__ceil_div(all->team->threads, all->first) - 1; /* at a task */
+    int32_t part = -1;
+    int goes_on;
+    if (nsa__read(&s->claims) || !nsa__claim(&s->claims)) return 0;
+    goes_on = !s->ended && nsa__read(&s->joined) == s->parts;
+    if (goes_on) nsa__split_go_on(s, others);
+    if (!goes_on && s->taken < s->parts) part = s->taken++;
+    nsa__write(&s->claims, 0);
+    if (part >= 0) nsa__split_compute(s, part, scratch);
+    return goes_on || part >= 0;
+}
+
+/* What thread `nth` does, until all tasks have ended. Of the first tasks it looks at one of its own
+   before the others. */
+static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
+    const nsa__splits *all = (const nsa__splits *)context;
+    for (int left = 1, done; left;) {
+        left = done = 0;
+        for (int i = 0; i < all->count && !done; i++) {
+            nsa__split *s = nsa__split_at(all, i < all->first ? (nth + i) % all->first : i);
+            if (nsa__read(&s->ended)) continue;
+            left = 1;
+            done = nsa__split_step(all, s, scratch);
         }
-        nsa__run(team, count * parts, nsa__split_task, &all);
+        if (left && !done) nsa__yield();
     }
+}
+
+/* Runs the first tasks of `count` jobs, which are no more than the team has threads. */
+static void nsa__split_run(const nsa__splits *all, const nsa__head_job *jobs) {
+    for (int i = 0; i < all->count; i++) {
+        nsa__split *s = nsa__split_at(all, i);
+        memset(s, 0, sizeof *s);
+        s->then = &jobs[i];
+    }
+    nsa__run(all->team, all->team->threads, nsa__split_work, all);
 }

@@ -66,18 +66,21 @@ static size_t nsa__phi_bytes(const nsa_attention *x, const nsa_desc *d, int back
 /* The workspace of the parts one after another. */
 static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
                                     const nsa_desc *d, int threads) {
-    size_t most = nsa__phi_bytes(x, d, 0, threads);
+    size_t most = nsa__phi_bytes(x, d, 0, threads), room;
+    const size_t scratch = nsa__split_scratch(p->branch, 3, &room);
     for (int i = 0; i < 3; i++)
         most = nsa__larger(most, nsa__attend_plan_bytes(&p->branch[i], threads));
-    return most;
+    if (d->count > p->branch->cut.in_place_max || threads == 1) return most;
+    return nsa__larger(most, nsa__bytes_for(p->branch->shared, threads, scratch));
 }
 
-/* The parts one after another; `ring`: of phi's rows. */
+/* The parts one after another, but for branches that are split; `ring`: of phi's rows. */
 static nsa_status nsa__chain_run(const nsa__chain_plan *p, const nsa_attention *x,
                                  const nsa_desc *d, int ring, void *workspace, size_t bytes) {
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, ring, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, ring, workspace, bytes));
-    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
+    if (!nsa__forward_split(p->branch, 3, workspace, bytes))
+        for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p->branch[i], workspace, bytes));
     nsa__gate_run(nsa__gate_job_make(NULL, &p->views.gate, d));
     return NSA_OK;
 }

@@ -25,8 +25,7 @@ static int nsa__threads_for(int threads, int64_t work, int awake) {
 }
 
 /* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
-   tasks read neighbouring rows and often the same tiles; no result depends on the order, but a task
-   may wait for one before it (attend_split.h), which has begun then. One thread
+   tasks read neighbouring rows and often the same tiles; no result depends on the order. One thread
    enters no parallel region: what its tasks run would be nested there, with threads of its own that
    are created each time. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
