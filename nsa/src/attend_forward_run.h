@@ -128,16 +128,16 @@ static int nsa__split_jobs(nsa__head_job *at[3], const nsa__attend_plan *p, int 
 /* One plan, or the three of the chain, all of whose tasks are split; slc's begin as those of cmp
    end, which make their lists. Returns 0 if there are not more threads than that. */
 static int nsa__forward_split(const nsa__attend_plan *p, int n, void *workspace, size_t bytes) {
-    const int64_t batch = p->d->batch, first = batch * p->heads, slots = nsa__in_place_slots(p);
+    const int64_t batch = p->d->batch, first = batch * p->heads, most = nsa__in_place_slots(p);
     const int64_t win = n == 3 ? batch * p[NSA__WIN].heads : 0;
     const int64_t count = first + win, all_jobs = count + (n == 3 ? first : 0);
     nsa__arena shared = nsa__arena_at(workspace);
     nsa__team team;
     nsa__splits all = {&team, 0, (int)count, (int)first};
     const size_t scratch = nsa__split_scratch(p, n, &all.room);
-    if (all_jobs > slots || p->d->count > p->cut.in_place_max) return 0;
+    if (all_jobs > most || p->d->count > p->cut.in_place_max) return 0;
     if (nsa__team_make(&team, p->d, workspace, bytes, p->shared, scratch) != NSA_OK) return 0;
-    nsa__head_job *jobs = (nsa__head_job *)nsa__alloc(&shared, slots, sizeof *jobs);
+    nsa__head_job *jobs = (nsa__head_job *)nsa__alloc(&shared, most, sizeof *jobs);
     nsa__head_job *at[] = {jobs, jobs + count, jobs + first};
     if (team.threads <= first || !nsa__split_jobs(at, p, n)) return 0;
     for (int64_t i = 0; n == 3 && i < first; i++) jobs[i].then = &jobs[count + i];
