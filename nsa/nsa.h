@@ -7138,10 +7138,13 @@ enum {
     NSA__KEYS_AT_ONCE = 6,
     NSA__BYTES_AT_ONCE = 3072,
     /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
-       holds; and masks of the batches at hand */
+       holds; masks of the batches at hand; and how often a thread looks for work before it gives
+       its core away, which another program may keep for milliseconds: Zen 4, one of two cores
+       busy, 64k, none 0.1 */
     NSA__SPLIT_BATCHES = 4,
     NSA__SPLIT_NUMBERS = 1 << 15,
     NSA__SPLIT_MASKS = 256,
+    NSA__SPLIT_LOOKS = 4096,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
@@ -8829,7 +8832,8 @@ static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split_ro
 /* Waits until it is the turn of part `nth`. Those before it have begun, and wait for none behind
    them. */
 static void nsa__split_await(const int32_t *turn, int32_t nth) {
-    while (nsa__read(turn) != nth) nsa__yield();
+    for (int looks = 0; nsa__read(turn) != nth; looks++)
+        if (looks > NSA__SPLIT_LOOKS) nsa__yield();
 }
 
 static void nsa__split_softmax(nsa__split *s, nsa__part *part) {
@@ -8892,7 +8896,7 @@ static int nsa__split_step(const nsa__splits *all, nsa__split *s, void *scratch)
    before the others. */
 static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
     const nsa__splits *all = (const nsa__splits *)context;
-    for (int left = 1, done; left;) {
+    for (int left = 1, done, looks = 0; left;) {
         left = done = 0;
         for (int i = 0; i < all->count && !done; i++) {
             nsa__split *s = nsa__split_at(all, i < all->first ? (nth + i) % all->first : i);
@@ -8900,7 +8904,8 @@ static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
             left = 1;
             done = nsa__split_step(all, s, scratch);
         }
-        if (left && !done) nsa__yield();
+        looks = done ? 0 : looks + 1;
+        if (left && looks > NSA__SPLIT_LOOKS) nsa__yield();
     }
 }
 

@@ -185,7 +185,8 @@ static nsa__part nsa__split_part(const nsa__split *s, int32_t nth, nsa__split_ro
 /* Waits until it is the turn of part `nth`. Those before it have begun, and wait for none behind
    them. */
 static void nsa__split_await(const int32_t *turn, int32_t nth) {
-    while (nsa__read(turn) != nth) nsa__yield();
+    for (int looks = 0; nsa__read(turn) != nth; looks++)
+        if (looks > NSA__SPLIT_LOOKS) nsa__yield();
 }
 
 static void nsa__split_softmax(nsa__split *s, nsa__part *part) {
@@ -248,7 +249,7 @@ static int nsa__split_step(const nsa__splits *all, nsa__split *s, void *scratch)
    before the others. */
 static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
     const nsa__splits *all = (const nsa__splits *)context;
-    for (int left = 1, done; left;) {
+    for (int left = 1, done, looks = 0; left;) {
         left = done = 0;
         for (int i = 0; i < all->count && !done; i++) {
             nsa__split *s = nsa__split_at(all, i < all->first ? (nth + i) % all->first : i);
@@ -256,7 +257,8 @@ static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
             left = 1;
             done = nsa__split_step(all, s, scratch);
         }
-        if (left && !done) nsa__yield();
+        looks = done ? 0 : looks + 1;
+        if (left && looks > NSA__SPLIT_LOOKS) nsa__yield();
     }
 }
 

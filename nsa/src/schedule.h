@@ -49,10 +49,13 @@ enum {
     NSA__KEYS_AT_ONCE = 6,
     NSA__BYTES_AT_ONCE = 3072,
     /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
-       holds; and masks of the batches at hand */
+       holds; masks of the batches at hand; and how often a thread looks for work before it gives
+       its core away, which another program may keep for milliseconds: Zen 4, one of two cores
+       busy, 64k, none 0.1 */
     NSA__SPLIT_BATCHES = 4,
     NSA__SPLIT_NUMBERS = 1 << 15,
     NSA__SPLIT_MASKS = 256,
+    NSA__SPLIT_LOOKS = 4096,
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
