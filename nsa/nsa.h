@@ -2786,12 +2786,11 @@ typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 #define NSA__IN_ORDER dynamic
 #endif
 
-/* Threads for this many multiply-adds. Waking a thread takes some 50 us, and with less work than
-   that a parallel region does not pay; one that has just worked still looks for more. It depends on
-   the shape alone, and no bit depends on it. */
-static int nsa__threads_for(int threads, int64_t work, int awake) {
-    const int64_t worth = (int64_t)1 << (awake ? 19 : 22);
-    return (int)nsa__max(1, nsa__min(threads, work / worth));
+/* Threads for this many multiply-adds, a million or more for each: that takes some 10 us, and
+   waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit depends
+   on it. */
+static int nsa__threads_for(int threads, int64_t work) {
+    return (int)nsa__max(1, nsa__min(threads, work >> 20));
 }
 
 /* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
@@ -6701,7 +6700,7 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
             int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
             int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
             nsa__team fewer = *team;
-            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work, 0);
+            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work);
             nsa__run(&fewer, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
                      mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
         }
@@ -8978,9 +8977,10 @@ static int nsa__in_place_threads(const nsa__head_job *jobs, int64_t n, const nsa
         const nsa__attend_plan *p = jobs[i].plan;
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
-        work += keys * jobs[i].seq.count * p->group * (p->k.wide + p->v.wide);
+        keys *= nsa__whole_vectors((int)(jobs[i].seq.count * p->group));
+        work += keys * (p->k.wide + p->v.wide);
     }
-    return nsa__threads_for(team->threads, work, jobs->plan->options.step != NULL);
+    return nsa__threads_for(team->threads, work);
 }
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others
@@ -10080,7 +10080,7 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
         return;
     }
     const int64_t queries = jobs->seq.count, tiles = nsa__scorer_task_tiles(p);
-    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys, 0);
+    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys);
     for (int i = 0; i < jobs->heads; i++) {
         one.keys[0] = jobs[i];
         one.keys[0].heads = 1;
@@ -10526,7 +10526,7 @@ static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
 static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
     nsa__team team = {nsa__threads(d), NULL, 0};
-    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width, 0);
+    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 
@@ -11073,7 +11073,7 @@ static int64_t nsa__decode_work(const nsa__decode_job *p) {
         keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
                          nsa__min((int64_t)d->slc_count * d->slc_block, held));
     }
-    return keys * d->heads * (d->dim + d->dim_v);
+    return keys * d->kv_heads * nsa__whole_vectors(d->heads / d->kv_heads) * (d->dim + d->dim_v);
 }
 
 /* Runs the tasks and adds up their reads. The lengths grow only if all tasks have succeeded.
@@ -11114,7 +11114,7 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     nsa__decode_layout(&p, &shared);
     for (int b = 0; b < d.batch; b++) p.counts[b] = counts ? counts[b] : count;
-    const int worth = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p), 0);
+    const int worth = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p));
     team.threads = (int)nsa__min(team.threads, worth);
     if (whole) { /* gets all of the workspace, whose size decides how many threads */
         p.threads = worth > 1 ? cache->desc.threads : 1;

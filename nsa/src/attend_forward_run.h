@@ -59,9 +59,10 @@ static int nsa__in_place_threads(const nsa__head_job *jobs, int64_t n, const nsa
         const nsa__attend_plan *p = jobs[i].plan;
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
-        work += keys * jobs[i].seq.count * p->group * (p->k.wide + p->v.wide);
+        keys *= nsa__whole_vectors((int)(jobs[i].seq.count * p->group));
+        work += keys * (p->k.wide + p->v.wide);
     }
-    return nsa__threads_for(team->threads, work, jobs->plan->options.step != NULL);
+    return nsa__threads_for(team->threads, work);
 }
 
 /* Runs n jobs, which may have too little work for all threads. Those with fewer tasks than others

@@ -163,7 +163,7 @@ static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
 static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
     nsa__team team = {nsa__threads(d), NULL, 0};
-    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width, 0);
+    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 

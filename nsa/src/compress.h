@@ -370,7 +370,7 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
             int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
             int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
             nsa__team fewer = *team;
-            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work, 0);
+            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work);
             nsa__run(&fewer, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
                      mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
         }

@@ -341,7 +341,7 @@ static int64_t nsa__decode_work(const nsa__decode_job *p) {
         keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
                          nsa__min((int64_t)d->slc_count * d->slc_block, held));
     }
-    return keys * d->heads * (d->dim + d->dim_v);
+    return keys * d->kv_heads * nsa__whole_vectors(d->heads / d->kv_heads) * (d->dim + d->dim_v);
 }
 
 /* Runs the tasks and adds up their reads. The lengths grow only if all tasks have succeeded.
@@ -382,7 +382,7 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     nsa__decode_layout(&p, &shared);
     for (int b = 0; b < d.batch; b++) p.counts[b] = counts ? counts[b] : count;
-    const int worth = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p), 0);
+    const int worth = nsa__threads_for(nsa__threads(&cache->desc), nsa__decode_work(&p));
     team.threads = (int)nsa__min(team.threads, worth);
     if (whole) { /* gets all of the workspace, whose size decides how many threads */
         p.threads = worth > 1 ? cache->desc.threads : 1;

@@ -250,7 +250,7 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
         return;
     }
     const int64_t queries = jobs->seq.count, tiles = nsa__scorer_task_tiles(p);
-    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys, 0);
+    fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys);
     for (int i = 0; i < jobs->heads; i++) {
         one.keys[0] = jobs[i];
         one.keys[0].heads = 1;

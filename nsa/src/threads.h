@@ -16,12 +16,11 @@ typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 #define NSA__IN_ORDER dynamic
 #endif
 
-/* Threads for this many multiply-adds. Waking a thread takes some 50 us, and with less work than
-   that a parallel region does not pay; one that has just worked still looks for more. It depends on
-   the shape alone, and no bit depends on it. */
-static int nsa__threads_for(int threads, int64_t work, int awake) {
-    const int64_t worth = (int64_t)1 << (awake ? 19 : 22);
-    return (int)nsa__max(1, nsa__min(threads, work / worth));
+/* Threads for this many multiply-adds, a million or more for each: that takes some 10 us, and
+   waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit depends
+   on it. */
+static int nsa__threads_for(int threads, int64_t work) {
+    return (int)nsa__max(1, nsa__min(threads, work >> 20));
 }
 
 /* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
