@@ -17,8 +17,8 @@ typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 #endif
 
 /* Threads for this many multiply-adds, a million or more for each: that takes some 10 us, and
-   waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit depends
-   on it. */
+   waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit
+   depends on it. */
 static int nsa__threads_for(int threads, int64_t work) {
     return (int)nsa__max(1, nsa__min(threads, work >> 20));
 }
