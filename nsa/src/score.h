@@ -29,6 +29,7 @@ typedef struct nsa__scorer_jobs {
     nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
     nsa_real *scores; /* in place: of the one job at hand, whose tasks share them */
+    int64_t tiles;    /* in place: of a task */
 } nsa__scorer_jobs;
 
 /* Numbers from one query's scores to the next one's. */
@@ -148,11 +149,13 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, int64_t 
         f->of_row[r] = of_row->data ? nsa__load_number(job, &f->iter, of_row, r, f->nonfinite) : 1;
 }
 
-/* Tiles of a task in place: about NSA__SCORED_TILES, as whole blocks too. */
-static int64_t nsa__scorer_task_tiles(const nsa__attend_plan *p) {
-    const int64_t block = nsa__scorer_block(p->d);
-    const int64_t least = block / nsa__min(p->cut.tile, block & -block);
-    return nsa__ceil_div(NSA__SCORED_TILES, least) * least;
+/* Tiles of a task in place: about NSA__SCORED_TILES, or a thread's share, as whole blocks too. */
+static int64_t nsa__scorer_task_tiles(const nsa__head_job *job, int threads) {
+    const int tile = job->plan->cut.tile;
+    const int64_t block = nsa__scorer_block(job->plan->d);
+    const int64_t least = block / nsa__min(tile, block & -block);
+    const int64_t share = nsa__max(1, nsa__ceil_div(job->tile_end, threads));
+    return nsa__ceil_div(nsa__min(NSA__SCORED_TILES, share), least) * least;
 }
 
 /* All tiles up to the last query's of tiles `begin` .. end - 1. Pools start at 0 for a sum, at the
@@ -201,7 +204,7 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
 static void nsa__scorer_keys_task(const void *context, int64_t nth, void *scratch) {
     nsa__scorer f;
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
-    const int64_t tiles = nsa__scorer_task_tiles(job->plan);
+    const int64_t tiles = ((const nsa__scorer_jobs *)context)->tiles;
     nsa__rows_to_columns(&job->plan->k, f.iter.queries * job->plan->group, f.q, f.in_place.columns,
                          f.in_place.q_t);
     nsa__scorer_tiles(&f, job, nth * tiles, tiles);
@@ -249,12 +252,13 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
         nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
         return;
     }
-    const int64_t queries = jobs->seq.count, tiles = nsa__scorer_task_tiles(p);
+    const int64_t queries = jobs->seq.count;
     fewer.threads = nsa__threads_for(team->threads, queries * p->group * p->k.wide * jobs->keys);
     for (int i = 0; i < jobs->heads; i++) {
         one.keys[0] = jobs[i];
         one.keys[0].heads = 1;
-        nsa__run(&fewer, nsa__ceil_div(jobs->tile_end, tiles), nsa__scorer_keys_task, &one);
+        one.tiles = nsa__scorer_task_tiles(jobs, fewer.threads);
+        nsa__run(&fewer, nsa__ceil_div(jobs->tile_end, one.tiles), nsa__scorer_keys_task, &one);
         nsa__run(&fewer, queries, nsa__scorer_end_task, &one);
     }
 }
