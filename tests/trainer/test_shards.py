@@ -163,6 +163,23 @@ def test_refusals():
     check(not (runs.root / "new").exists(), "a folder was made")
 
 
+def test_somebody_elses():
+    """A folder FOLDER.part that no killed call has left, the text itself in it, is neither cleared nor filled."""
+    mine = runs.root / "mine"
+    for name in ("text", "sub/text", ".text"):
+        for place in (mine, runs.root / "wiki.part"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text("precious")
+        folder, said = make("wiki", runs.root / "wiki.part", code=2)
+        check(f"wiki.part/{name}: not of a call that was killed" in said, said)
+        check((runs.root / "wiki.part" / name).read_text() == "precious" and not folder.exists(), name)
+        (runs.root / "wiki.part" / name).unlink()
+    (runs.root / "led.part").symlink_to(mine)
+    _, said = make("led", corpus, code=2)
+    check("led.part: is there, and no folder" in said, said)
+    check(sorted(p.name for p in mine.iterdir()) == [".text", "sub", "text"], "what a link leads to")
+
+
 def test_wider():
     """A vocabulary beyond 2^24, trained on: the first loss is that of a guess among all. It takes 2 GB."""
     vocab, path = (1 << 24) + 100, runs.root / "wider.bin"
@@ -190,4 +207,5 @@ test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
 test_refusals()
+test_somebody_elses()
 done()
