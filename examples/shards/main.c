@@ -178,9 +178,10 @@ static bool check_part(const job *j, fault *f) {
 /* Half of a corpus must not look like one: the folder gets its name when all is there. */
 static bool make(job *j, fault *f) {
     j->code = UNUSABLE;
-    if (files_exist(j->folder))
-        return fault_set(f, "%s: is there; must be a new folder", j->folder);
     if (!files_join(j->part, sizeof j->part - 8, "", j->folder, f)) return false;
+    size_t length = strlen(j->part); /* the part is beside "data/", not in it */
+    while (length > 1 && j->part[length - 1] == '/') j->part[--length] = 0;
+    if (files_exist(j->part)) return fault_set(f, "%s: is there; must be a new folder", j->folder);
     strcat(j->part, ".part");
     if (!check_part(j, f)) return false;
     j->code = UNWRITTEN;

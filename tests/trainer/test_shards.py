@@ -21,7 +21,7 @@ lines = [f"line {i} of {i * i % 97} words, it's\n" for i in range(1500)]
 
 
 def make(folder, *arguments, code=0, given=None):
-    ran = subprocess.run([shards, runs.root / folder, *map(str, arguments)], capture_output=True, input=given,
+    ran = subprocess.run([shards, f"{runs.root}/{folder}", *map(str, arguments)], capture_output=True, input=given,
                          timeout=60)
     check(ran.returncode == code, ran)
     return runs.root / folder, (ran.stdout + ran.stderr).decode()
@@ -163,6 +163,17 @@ def test_refusals():
     check(not (runs.root / "new").exists(), "a folder was made")
 
 
+def test_slash():
+    """As a shell completes the name of a folder: the part is beside it, and not in it."""
+    want = [file.read_bytes() for file in sorted(make("plain", corpus)[0].iterdir())]
+    folder, _ = make("slash//", corpus)
+    check([file.read_bytes() for file in sorted(folder.iterdir())] == want, "other shards")
+    check(not (runs.root / "slash.part").exists(), "a part is left")
+    (runs.root / "slashed").write_text("mine")
+    for name in ("slash//", "slashed/"):
+        check("must be a new folder" in make(name, corpus, code=2)[1], name)
+
+
 def test_somebody_elses():
     """A folder FOLDER.part that no killed call has left, the text itself in it, is neither cleared nor filled."""
     mine = runs.root / "mine"
@@ -207,5 +218,6 @@ test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
 test_refusals()
+test_slash()
 test_somebody_elses()
 done()
