@@ -160,6 +160,9 @@ def test_odd_tokenizers():
     text = b"a the<x>the in a"
     for i, added in enumerate((token(300, "the"), token(300, "a"), token(261, "<x>"), token(257, "the"))):
         compare(f"added{i}", tokenizer_json(vocab, [added], None), text)
+    for i, contents in enumerate((("<x>th", "h<x>"), ("<x>the", "<x>"), ("a the", "e<x>"), ("the<x>the", "e<x"))):
+        ordinary = token(261, contents[0]) | {"normalized": True, "special": False}  # looked for after the others
+        compare(f"ordinary{i}", tokenizer_json(vocab, [ordinary, token(262, contents[1])], None), text)
     composed = tokenizer_json(vocab, [token(300, "e\u0301") | {"normalized": True}], None)
     compare("normal", composed | {"normalizer": {"type": "NFC"}}, text, False)
     for key, value in (("dropout", 0.5), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "##"),
