@@ -194,11 +194,11 @@ static bool make(job *j, fault *f) {
     if (ok && j->waiting.count) ok = write_shard(j, j->waiting.count, f);
     if (ok && !j->shards) ok = fault_set(f, "no text in what was given");
     if (ok) j->code = UNWRITTEN;
-    char path[PATH_ROOM];
-    ok = ok && files_join(path, sizeof path, j->part, lock, f) &&
-         (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
     if (ok && (!files_sync_folder(j->part, f) || rename(j->part, j->folder)))
         ok = fault_errno(f, "%s: cannot be put in place", j->folder);
+    char path[PATH_ROOM]; /* a part without a lock would be cleared by the next call */
+    ok = ok && files_join(path, sizeof path, j->folder, lock, f) &&
+         (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
     fault unused;
     if (!ok) files_remove_folder(j->part, &unused);
     close(held);

@@ -4,6 +4,7 @@ usage: test_shards.py TRAINER FOLDER SHARDS [wider]. Twin: examples/shards/main.
 """
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -145,6 +146,18 @@ def test_two_at_once():
     check(sorted(p.name for p in folder.iterdir()) == ["shard_000000.bin"], "only shards")
 
 
+def test_one_after_another():
+    """Calls that meet at the end of one of them: that one's shards are whole, and the others fail."""
+    want = [file.read_bytes() for file in sorted(make("alone", corpus)[0].iterdir())]
+    for i in range(60):
+        folder = runs.root / f"meet{i}"
+        calls = [subprocess.Popen([shards, folder, corpus], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                 for _ in range(3)]
+        codes = [call.wait() for call in calls]
+        check(codes.count(0) == 1, i, codes)
+        check([file.read_bytes() for file in sorted(folder.iterdir())] == want, i, codes, os.listdir(folder))
+
+
 def test_refusals():
     (runs.root / "a.file").write_text("")
     (runs.root / "torn.part").mkdir()
@@ -217,6 +230,7 @@ test_lines()
 test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
+test_one_after_another()
 test_refusals()
 test_slash()
 test_somebody_elses()
