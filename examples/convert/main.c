@@ -113,11 +113,12 @@ static int convert_in(int argc, char **argv, fault *f) {
     listener notes = listener_stderr();
     option_outcome outcome = config_load(&c, &program, argc, argv, &notes, f);
     if (outcome != OPTION_OK) return outcome == OPTION_HELP ? 0 : 2;
-    if (!import_tokenizer(&c, words[0], words[1], &notes, f) ||
-        !import_model(&c, words[0], words[1], f)) {
-        char made[CONFIG_PATH_BYTES];
-        fault unused;
-        if (tokenizer_place(made, words[1], &unused)) files_remove_folder(made, &unused);
+    char made[CONFIG_PATH_BYTES];
+    fault unused;
+    if (!import_tokenizer(&c, words[0], words[1], &notes, f)) return 1;
+    if (!import_model(&c, words[0], words[1], f)) {
+        if (tokenizer_place(made, words[1], &unused) && !strcmp(c.data.tokenizer_path, made))
+            files_remove_folder(made, &unused);
         return 1;
     }
     text_print_line(stdout, "wrote %s/checkpoints/step_00000000 from %s", words[1], words[0]);

@@ -512,6 +512,10 @@ class Convert(unittest.TestCase):
         for _ in range(2):
             self.assertIn("model.safetensors", run("convert", "import", broken, self.room / "out", code=1).stderr)
             self.assertFalse((self.room / "out" / "tokenizer").exists())
+        (broken / "merges.txt").mkdir()
+        self.assertIn("merges.txt: must be a plain file",
+                      run("convert", "import", broken, self.room / "out", code=1).stderr)
+        self.assertFalse((self.room / "out" / "tokenizer").exists())
         run("convert", "import", folder, self.room / "out")
         theirs = self.room / "used" / "tokenizer"
         theirs.mkdir(parents=True)
