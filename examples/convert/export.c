@@ -345,7 +345,7 @@ static bool same_folder(const char *a, const char *b) {
 /* Takes away what an older export left, first its name as a model, then its tokenizer. Another
    model's files stay, and so does what transformers would read beside ours: a fault. */
 static bool clear_folder(const char *folder, const char *tokenizer_from, fault *f) {
-    enum kind { SETTINGS, TOKENIZER, WEIGHTS, OTHER };
+    enum kind { MODEL, TOKENIZER, OTHER };
     static const struct {
         const char *name;
         enum kind kind;
@@ -359,8 +359,8 @@ static bool clear_folder(const char *folder, const char *tokenizer_from, fault *
         {"special_tokens_map.json", OTHER},
         {"added_tokens.json", OTHER},
         {"chat_template.jinja", OTHER},
-        {"model.safetensors", WEIGHTS}, /* replaced as a whole */
-        {"config.json", SETTINGS},
+        {"config.json", MODEL},
+        {"model.safetensors", MODEL}, /* others may have it by another name */
         {"tokenizer.json", TOKENIZER},
         {"tokenizer_config.json", TOKENIZER},
         {"vocab.json", TOKENIZER},
@@ -374,7 +374,6 @@ static bool clear_folder(const char *folder, const char *tokenizer_from, fault *
         if (!again || kind == OTHER)
             return fault_set(f, "%s/%s: not of an export; FOLDER must be new, or an older export",
                              folder, files[i].name);
-        if (kind == WEIGHTS) continue;
         if (!files_join(path, sizeof path, folder, files[i].name, f)) return false;
         if (remove(path)) return fault_errno(f, "%s: cannot be removed", path);
     }

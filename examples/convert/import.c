@@ -5,6 +5,7 @@
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base/files.h"
 #include "base/json_file.h"
@@ -319,6 +320,7 @@ bool import_tokenizer(config *c, const char *folder, const char *out_dir, const 
     static const char *const wanted[] = {"tokenizer.json", "tokenizer_config.json", "vocab.json",
                                          "merges.txt"};
     char to[PATH_ROOM];
+    fault unused;
     if (config_from(c, "data.tokenizer") == CONFIG_FROM_COMMAND_LINE ||
         config_from(c, "data.tokenizer_path") == CONFIG_FROM_COMMAND_LINE)
         return true;
@@ -329,10 +331,13 @@ bool import_tokenizer(config *c, const char *folder, const char *out_dir, const 
     tokenizer *readable = tokenizer_open(CONFIG_GPT2, folder, f); /* before anything is written */
     if (!readable) return false;
     tokenizer_close(readable);
-    if (!files_join(to, sizeof to, out_dir, "tokenizer", f) || !files_make_folder(to, f))
+    if (!files_join(to, sizeof to, out_dir, "tokenizer", f) || !files_make_folder(out_dir, f))
         return false;
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (has_file(folder, wanted[i]) && !copy_file(folder, to, wanted[i], f)) return false;
-    return config_put(c, "data.tokenizer", "gpt2", f) &&
-           config_put(c, "data.tokenizer_path", to, f);
+    if (mkdir(to, 0777)) return fault_errno(f, "%s: cannot make the folder", to);
+    bool ok =
+        config_put(c, "data.tokenizer", "gpt2", f) && config_put(c, "data.tokenizer_path", to, f);
+    for (size_t i = 0; ok && i < sizeof wanted / sizeof *wanted; i++)
+        ok = !has_file(folder, wanted[i]) || copy_file(folder, to, wanted[i], f);
+    if (!ok) files_remove_folder(to, &unused);
+    return ok;
 }

@@ -68,15 +68,27 @@ static int convert_out(int argc, char **argv, fault *f) {
 
 /* ---- Import -------------------------------------------------------------------------------- */
 
+/* Where the import's tokenizer is, and where a checkpoint without a path to one looks for it. */
+static bool tokenizer_place(char path[CONFIG_PATH_BYTES], const char *out_dir, fault *f) {
+    return files_join(path, CONFIG_PATH_BYTES, out_dir, "tokenizer", f);
+}
+
 /* config.json's settings, and that a model is all that is wanted. */
 static const char *const *settings_of(const char *const *words, const char **name, fault *f) {
     static import_flags flags;
     static const char *all[IMPORT_FLAGS + 2] = {"--dataset=synthetic"};
     static char path[CONFIG_PATH_BYTES + 16];
+    char tokens[CONFIG_PATH_BYTES];
     *name = path;
     snprintf(path, sizeof path, "%.1000s/config.json", words[0]);
     if (checkpoint_exists(words[1])) {
         fault_set(f, "%s: there is a checkpoint already; must be a new folder", words[1]);
+        return NULL;
+    }
+    if (!tokenizer_place(tokens, words[1], f)) return NULL;
+    if (files_exist(tokens)) {
+        fault_set(f, "%s: is there already, for another model; OUT_DIR must be a new folder",
+                  tokens);
         return NULL;
     }
     if (import_has_settings(words[0]) && !import_settings(&flags, words[0], f)) return NULL;
@@ -101,9 +113,14 @@ static int convert_in(int argc, char **argv, fault *f) {
     listener notes = listener_stderr();
     option_outcome outcome = config_load(&c, &program, argc, argv, &notes, f);
     if (outcome != OPTION_OK) return outcome == OPTION_HELP ? 0 : 2;
-    if (!import_tokenizer(&c, words[0], words[1], &notes, f) ||
-        !import_model(&c, words[0], words[1], f))
+    char made[CONFIG_PATH_BYTES];
+    fault unused;
+    if (!import_tokenizer(&c, words[0], words[1], &notes, f)) return 1;
+    if (!import_model(&c, words[0], words[1], f)) {
+        if (tokenizer_place(made, words[1], &unused) && !strcmp(c.data.tokenizer_path, made))
+            files_remove_folder(made, &unused);
         return 1;
+    }
     text_print_line(stdout, "wrote %s/checkpoints/step_00000000 from %s", words[1], words[0]);
     return 0;
 }

@@ -147,14 +147,44 @@ static bool clear(const job *j, fault *f) {
     return ok;
 }
 
+/* "shard_000000.bin", or that with what files_replace puts behind it. */
+static bool is_shard(const char *name) {
+    size_t digits = strncmp(name, "shard_", 6) ? 0 : strspn(name + 6, "0123456789");
+    return digits >= 6 && !strncmp(name + 6 + digits, ".bin", 4) && !strchr(name, '/');
+}
+
+/* Whether all that is there already is what a call that was killed leaves, and may be cleared. */
+static bool check_part(const job *j, fault *f) {
+    struct stat s;
+    files_list list;
+    const char *other = NULL;
+    if (lstat(j->part, &s)) return true;
+    if (!S_ISDIR(s.st_mode)) return fault_set(f, "%s: is there, and no folder", j->part);
+    if (!files_list_open(&list, j->part, f)) return false;
+    for (size_t i = 0; i < list.count; i++)
+        if (!is_shard(list.names[i])) other = list.names[i];
+    for (size_t i = 0; i < list.passed_count; i++)
+        if (strcmp(list.passed[i], lock)) other = list.passed[i];
+    if (other)
+        fault_set(
+            f,
+            "%s/%.200s: not of a call that was killed: the folder must hold shards alone, for "
+            "they are replaced",
+            j->part, other);
+    files_list_close(&list);
+    return !other;
+}
+
 /* Half of a corpus must not look like one: the folder gets its name when all is there. */
 static bool make(job *j, fault *f) {
     j->code = UNUSABLE;
-    if (files_exist(j->folder))
-        return fault_set(f, "%s: is there; must be a new folder", j->folder);
-    j->code = UNWRITTEN;
     if (!files_join(j->part, sizeof j->part - 8, "", j->folder, f)) return false;
+    size_t length = strlen(j->part); /* the part is beside "data/", not in it */
+    while (length > 1 && j->part[length - 1] == '/') j->part[--length] = 0;
+    if (files_exist(j->part)) return fault_set(f, "%s: is there; must be a new folder", j->folder);
     strcat(j->part, ".part");
+    if (!check_part(j, f)) return false;
+    j->code = UNWRITTEN;
     if (!files_make_folder(j->part, f)) return false;
     int held = files_lock(j->part, lock, f);
     if (held < 0) return false;
@@ -164,11 +194,11 @@ static bool make(job *j, fault *f) {
     if (ok && j->waiting.count) ok = write_shard(j, j->waiting.count, f);
     if (ok && !j->shards) ok = fault_set(f, "no text in what was given");
     if (ok) j->code = UNWRITTEN;
-    char path[PATH_ROOM];
-    ok = ok && files_join(path, sizeof path, j->part, lock, f) &&
-         (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
     if (ok && (!files_sync_folder(j->part, f) || rename(j->part, j->folder)))
         ok = fault_errno(f, "%s: cannot be put in place", j->folder);
+    char path[PATH_ROOM]; /* a part without a lock would be cleared by the next call */
+    ok = ok && files_join(path, sizeof path, j->folder, lock, f) &&
+         (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
     fault unused;
     if (!ok) files_remove_folder(j->part, &unused);
     close(held);

@@ -486,6 +486,46 @@ class Convert(unittest.TestCase):
         self.assertIn("older export", run("convert", "export", made, other, code=1).stderr)
         self.assertEqual({path.name: path.read_bytes() for path in other.iterdir()}, before)
 
+    def test_export_over_links(self):
+        """An older export's weights that have other names, or lie elsewhere, stay what they are there."""
+        first, second = self.train("first"), self.train("second", "--seed", "7")
+        for name in ("copy", "hub"):
+            run("convert", "export", first, self.room / name)
+        weights = self.room / "copy" / "model.safetensors"
+        want = weights.read_bytes()
+        os.link(weights, self.room / "kept")
+        (self.room / "hub" / "model.safetensors").rename(self.room / "blob")
+        (self.room / "hub" / "model.safetensors").symlink_to("../blob")
+        for name in ("copy", "hub"):
+            run("convert", "export", second, self.room / name)
+            made = self.room / name / "model.safetensors"
+            self.assertTrue(made.is_file() and not made.is_symlink() and made.read_bytes() != want, name)
+        for name in ("kept", "blob"):
+            self.assertEqual((self.room / name).read_bytes(), want, name)
+
+    def test_import_beside_another_tokenizer(self):
+        """OUT_DIR/tokenizer would be this model's: what is there already is refused, and a fault leaves none."""
+        folder = write_model(self.room / "whole", {**SPARSE, "vocab_size": 262})
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
+        broken = shutil.copytree(folder, self.room / "broken")
+        (broken / "model.safetensors").unlink()
+        for _ in range(2):
+            self.assertIn("model.safetensors", run("convert", "import", broken, self.room / "out", code=1).stderr)
+            self.assertFalse((self.room / "out" / "tokenizer").exists())
+        (broken / "merges.txt").mkdir()
+        self.assertIn("merges.txt: must be a plain file",
+                      run("convert", "import", broken, self.room / "out", code=1).stderr)
+        self.assertFalse((self.room / "out" / "tokenizer").exists())
+        run("convert", "import", folder, self.room / "out")
+        theirs = self.room / "used" / "tokenizer"
+        theirs.mkdir(parents=True)
+        (theirs / "tokenizer.json").write_text("mine")
+        numbers = write_model(self.room / "numbers", {**LLAMA, "vocab_size": 300})
+        for source in (folder, numbers):
+            self.assertIn("used/tokenizer: is there already",
+                          run("convert", "import", source, self.room / "used", code=2).stderr)
+        self.assertEqual((theirs / "tokenizer.json").read_text(), "mine")
+
     def test_tokenizer_settings(self):
         """What transformers passes to forward, and where padding stands; what the file says already stays."""
         folder = self.room / "tokens"

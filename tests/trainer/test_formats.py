@@ -115,6 +115,12 @@ def test_json():
     refuses("comma.json", b'[{"text": "a"} {"text": "b"}]', "at byte 15: a comma or ] is missing")
     refuses("trailing.json", b'[{"text": "a"},]', "a comma and no value")
     refuses("twice.json", b'[{"text": "a"}]\n[{"text": "b"}]', "at byte 16: bytes behind its end")
+    refuses("zero.json", b'[{"text": "a"}]\0[{"text": "b"}]', "at byte 15: bytes behind its end")
+    refuses("zeros.json", b'[{"text": "a"},\0{"text": "b"}]', "is not JSON")
+    over_lines = "\n".join(json.dumps({"text": text, "tags": ["a", "of its own line"]}, indent=1) for text in DOCUMENTS)
+    for name in ("over_lines.json", "over_lines.txt"):
+        refuses(name, MARK + over_lines.replace("\n", "\r\n").encode(), "a JSON object over several lines", trains=True)
+    check("over several lines" in convert("-", given=over_lines.encode())[1], "of a pipe")
     refuses("words.jsonl", b"Once upon a time\n", "named as JSON, but byte 0 begins none", trains=True)
     check("no text in what was given" in convert(place({"none.json": b"[ ]\n"}) / "none.json")[1], "an empty array")
 
@@ -133,6 +139,7 @@ def test_text():
             ("corpus.txt", b"\r\n  <HTML><body>404</body>", "a page of the web"),
             ("wiki", b'<mediawiki xmlns="x">\n<page>', "a dump of a wiki"),
             ("feed.txt", b'<?xml version="1.0"?>', "XML"),
+            ("crawl.txt", b"WARC/1.0\r\nWARC-Type: conversion", "a crawl's pages (WARC)"),
             ("a.csv", b"id,text\n1,once", "a table by its name"),
             ("b.TSV", b"id\ttext\n1\tonce", "a table by its name")):
         refuses(name, data + b" upon a time\n" * 40, what, "--dataset text takes it as it is", trains=True)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 LINE = re.compile(r"  (--\S+)(?: (\S+))?(?:  +| ?$)(.*)")
+EMPTY = '""'  # as messages have it
 findings = []
 
 
@@ -74,6 +75,8 @@ def bad_values(option):
         yield from ("nonsense", "")
     elif option["switch"] and "true or false" in facts:
         yield from ("maybe", "2..1")
+    elif option["noun"] in ("DIR", "FILE", "PATH", "[TEXT]"):
+        yield ""  # trained on, or from, something else in silence
 
 
 tried = []
@@ -87,7 +90,7 @@ def try_option(program, name, option):
             shown = name if option["noun"][0] != "[" else f"{name}z"
             program.refuses(*words, shown, says=f"{shown}: ")
         for value in list(bad_values(option))[:1]:
-            program.refuses(*words, f"{name}={value}", says=f"{name} {value}: must be")
+            program.refuses(*words, f"{name}={value}", says=f"{name} {value or EMPTY}: must be")
         return
     tried.append(option)
     wrong = name[:-1] + name[-1] * 2
@@ -107,7 +110,7 @@ def try_option(program, name, option):
         program.refuses(*words, name, says=f"{name}: its value is missing; it must be")
         program.refuses(*words, name, "--help-me", says=f"one that begins with -- is given as {name}=--help-me")
     for value in bad_values(option):
-        shown = value or '""'
+        shown = value or EMPTY
         program.refuses(*words, f"{name}={value}", says=f"{name} {shown}: must be")
         if not option["switch"]:
             program.refuses(*words, name, value, says=f"{name} {shown}: must be")

@@ -4,6 +4,7 @@ usage: test_shards.py TRAINER FOLDER SHARDS [wider]. Twin: examples/shards/main.
 """
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ lines = [f"line {i} of {i * i % 97} words, it's\n" for i in range(1500)]
 
 
 def make(folder, *arguments, code=0, given=None):
-    ran = subprocess.run([shards, runs.root / folder, *map(str, arguments)], capture_output=True, input=given,
+    ran = subprocess.run([shards, f"{runs.root}/{folder}", *map(str, arguments)], capture_output=True, input=given,
                          timeout=60)
     check(ran.returncode == code, ran)
     return runs.root / folder, (ran.stdout + ran.stderr).decode()
@@ -145,6 +146,18 @@ def test_two_at_once():
     check(sorted(p.name for p in folder.iterdir()) == ["shard_000000.bin"], "only shards")
 
 
+def test_one_after_another():
+    """Calls that meet at the end of one of them: that one's shards are whole, and the others fail."""
+    want = [file.read_bytes() for file in sorted(make("alone", corpus)[0].iterdir())]
+    for i in range(60):
+        folder = runs.root / f"meet{i}"
+        calls = [subprocess.Popen([shards, folder, corpus], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                 for _ in range(3)]
+        codes = [call.wait() for call in calls]
+        check(codes.count(0) == 1, i, codes)
+        check([file.read_bytes() for file in sorted(folder.iterdir())] == want, i, codes, os.listdir(folder))
+
+
 def test_refusals():
     (runs.root / "a.file").write_text("")
     (runs.root / "torn.part").mkdir()
@@ -161,6 +174,34 @@ def test_refusals():
     check("TEXT: none was given" in make("new", code=2)[1], "nothing named")
     check("cannot make the folder" in make("a.file/new", corpus, code=1)[1], "no room for a folder")
     check(not (runs.root / "new").exists(), "a folder was made")
+
+
+def test_slash():
+    """As a shell completes the name of a folder: the part is beside it, and not in it."""
+    want = [file.read_bytes() for file in sorted(make("plain", corpus)[0].iterdir())]
+    folder, _ = make("slash//", corpus)
+    check([file.read_bytes() for file in sorted(folder.iterdir())] == want, "other shards")
+    check(not (runs.root / "slash.part").exists(), "a part is left")
+    (runs.root / "slashed").write_text("mine")
+    for name in ("slash//", "slashed/"):
+        check("must be a new folder" in make(name, corpus, code=2)[1], name)
+
+
+def test_somebody_elses():
+    """A folder FOLDER.part that no killed call has left, the text itself in it, is neither cleared nor filled."""
+    mine = runs.root / "mine"
+    for name in ("text", "sub/text", ".text"):
+        for place in (mine, runs.root / "wiki.part"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text("precious")
+        folder, said = make("wiki", runs.root / "wiki.part", code=2)
+        check(f"wiki.part/{name}: not of a call that was killed" in said, said)
+        check((runs.root / "wiki.part" / name).read_text() == "precious" and not folder.exists(), name)
+        (runs.root / "wiki.part" / name).unlink()
+    (runs.root / "led.part").symlink_to(mine)
+    _, said = make("led", corpus, code=2)
+    check("led.part: is there, and no folder" in said, said)
+    check(sorted(p.name for p in mine.iterdir()) == [".text", "sub", "text"], "what a link leads to")
 
 
 def test_wider():
@@ -189,5 +230,8 @@ test_lines()
 test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
+test_one_after_another()
 test_refusals()
+test_slash()
+test_somebody_elses()
 done()

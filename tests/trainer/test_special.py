@@ -139,6 +139,10 @@ def test_patterns():
     cases = (("\\s+", spaces, True), ("\\S+", spaces, True), ("[^\\sa]+", spaces, True), ("[\\s\\p{L}]", spaces, True),
              ("\\s+(?!\\S)|\\s", spaces, True), ("[\\S]", spaces, False), ("(?i:'S|'ll)", "it's IT'S 'LL 'lL", True),
              ("(?i)b|c", "ab aB c C", True), ("a(?i)b|c", "ab aB c C", False), ("(?i:ss)", "ss \u00df", False),
+             ("(?:a|b){1,3}+", "abababab", False), ("a{2}?", "aaab", False), ("a{1,2}?b{2,}?", "aabbb abb", True),
+             ("\\p{Han}+", "a\u6f22\u3001\u30fc\u5b57b", True), ("[^\\p{Greek}]", "a\u03b1\u0345b\u0342", True),
+             ("\\P{^Katakana}+", "\u30ab\u30fc\u3001a", True), ("\\p{^Lu}+|\\p{Yi}", "aAB\ua000", True),
+             ("(?i:[\\p{Lu}])+", "aAb", False), ("(?i:b)[\\p{Lu}]|(?-i:[\\p{Ll}])", "bA Ba aB", True),
              ("(?i:\u00e9)", "\u00e9\u00c9", False), ("(?i:fi)", "fi \ufb01", False), ("(?i:K)", "kK\u212a", True))
     for i, (pattern, text, same) in enumerate(cases):
         vocab, merges = told_apart(text.encode())
@@ -156,6 +160,9 @@ def test_odd_tokenizers():
     text = b"a the<x>the in a"
     for i, added in enumerate((token(300, "the"), token(300, "a"), token(261, "<x>"), token(257, "the"))):
         compare(f"added{i}", tokenizer_json(vocab, [added], None), text)
+    for i, contents in enumerate((("<x>th", "h<x>"), ("<x>the", "<x>"), ("a the", "e<x>"), ("the<x>the", "e<x"))):
+        ordinary = token(261, contents[0]) | {"normalized": True, "special": False}  # looked for after the others
+        compare(f"ordinary{i}", tokenizer_json(vocab, [ordinary, token(262, contents[1])], None), text)
     composed = tokenizer_json(vocab, [token(300, "e\u0301") | {"normalized": True}], None)
     compare("normal", composed | {"normalizer": {"type": "NFC"}}, text, False)
     for key, value in (("dropout", 0.5), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "##"),

@@ -86,10 +86,12 @@ static void test_pieces(void) {
 /* What PCRE2 reads otherwise than Oniguruma, or not at all. */
 static void test_refused(void) {
     static const char *const patterns[] = {
-        "\\h",      "\\w+",    "\\b",      "\\X",     "\\R",   "\\v",      "\\N",   "\\K",
-        "\\C",      "\\Qa\\E", "\\pL",     "\\1",     "(?m).", "(?s).",    "(?x)a", "(?<n>a)",
-        "(?P<n>a)", "(?C1)a",  "(*FAIL)a", "(*UTF)a", "(?R)",  "(?~a)",    "(?#a)", "[a-c&&b]",
-        "[[:w:]]",  "[a[b]]",  "[]a]",     "[\\w]",   "a{,2}", "(?>a|\\h)"};
+        "\\h",      "\\w+",    "\\b",    "\\X",     "\\R",          "\\v",
+        "\\N",      "\\K",     "\\C",    "\\Qa\\E", "\\pL",         "\\1",
+        "(?m).",    "(?s).",   "(?x)a",  "(?<n>a)", "(?P<n>a)",     "(?C1)a",
+        "(*FAIL)a", "(*UTF)a", "(?R)",   "(?~a)",   "(?#a)",        "[a-c&&b]",
+        "[[:w:]]",  "[a[b]]",  "[]a]",   "[\\w]",   "a{,2}",        "(?>a|\\h)",
+        "a{1,3}+",  "a{2}+",   "a{1,}+", "a{2}?",   "(?i)[\\P{L}]", "(?i:(a)[^\\p{Lu}])"};
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
         check_case("pattern %s", patterns[i]);
         tokenizer *t = open_split(patterns[i], "a", NULL);

@@ -177,6 +177,20 @@ def test_two_in_one_folder(text):
     check(run.wait(120) == 143, run.returncode)
 
 
+def test_told_to_end_in_a_sample(text):
+    """The rest of a long text is not written: it ends after a step, as ever."""
+    out, run = runs.start("sampling", "--data", text, "--steps", 1000000, "--sample", 1000000)
+    beats = out / "heartbeat_rank0.jsonl"
+    wait_for("the run", lambda: beats.exists() and '"boot"' in beats.read_text())
+    time.sleep(0.5)
+    run.send_signal(signal.SIGTERM)
+    try:
+        check(run.wait(60) == 143, run.returncode)
+    finally:
+        run.kill()
+    check("---- sample before training ----" in (runs.root / "sampling.log").read_text(), "the text so far")
+
+
 # ---- Time that is nobody's fault ----
 
 def test_stopped_while_waiting():
@@ -205,6 +219,7 @@ with concurrent.futures.ThreadPoolExecutor() as beside:
     test_closed_output(corpus)
     test_stalled_reader(corpus)
     test_two_in_one_folder(corpus)
+    test_told_to_end_in_a_sample(corpus)
     slow.result()
     stopped.result()
 done()

@@ -544,6 +544,9 @@ static bool take_option(const option_command *c, int argc, char **argv, int *i, 
     if (!value && next && strncmp(next, "--", 2)) value = argv[++*i];
     if (!value && o->traits & OPTION_OPTIONAL_VALUE) value = o->words;
     if (!value) return missing_fault(o, shown, next, f);
+    bool is_name = (o->kind == OPTION_STRING || o->kind == OPTION_TEXT) && o->words;
+    if (is_name && !value[0]) /* of a variable of the shell that is not set */
+        return fault_set(f, "%s \"\": must be a name; without one leave the option out", shown);
     return take(to, o, text, value, &reason) ||
            fault_set(f, "%s %.200s: %.512s", shown, value[0] ? value : "\"\"", reason.text);
 }

@@ -327,7 +327,9 @@ static bool sort_added(bpe *b, fault *f) {
             return fault_set(f, "%s: added_tokens, number %zu: %zu bytes; at most %d are allowed",
                              b->folder, i, x->bytes, ADDED_LONGEST);
     }
-    if (count) qsort(b->added, count, sizeof *b->added, added_order);
+    size_t first = b->vocab.added_first;
+    if (first) qsort(b->added, first, sizeof *b->added, added_order);
+    if (first < count) qsort(b->added + first, count - first, sizeof *b->added, added_order);
     return true;
 }
 
@@ -344,11 +346,12 @@ static size_t first_not_below(const bpe *b, size_t low, size_t high, size_t n, i
     return low;
 }
 
-/* The longest added token that the text begins with, or -1: byte by byte fewer of the sorted tokens
-   are left. */
-static int32_t added_at(const bpe *b, const char *text, size_t left) {
+/* The longest added token, of the first ones or the others, that the text begins with, or -1: byte
+   by byte fewer of the sorted tokens are left. */
+static int32_t added_at(const bpe *b, bool first, const char *text, size_t left) {
     int32_t found = -1;
-    size_t low = 0, high = b->vocab.added_count;
+    size_t low = first ? 0 : b->vocab.added_first;
+    size_t high = first ? b->vocab.added_first : b->vocab.added_count;
     for (size_t n = 0; low < high && n < left; n++) {
         int byte = (unsigned char)text[n];
         low = first_not_below(b, low, high, n, byte);
@@ -359,17 +362,33 @@ static int32_t added_at(const bpe *b, const char *text, size_t left) {
     return found;
 }
 
-bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+static bool encode_around(bpe *b, bool first, const char *text, size_t bytes, token_list *out,
+                          fault *f);
+
+/* What lies between the first added tokens has others, and that between these has none. */
+static bool encode_between(bpe *b, bool first, const char *text, size_t bytes, token_list *out,
+                           fault *f) {
+    if (!bytes) return true;
+    return first ? encode_around(b, false, text, bytes, out, f)
+                 : encode_plain(b, text, bytes, out, f);
+}
+
+static bool encode_around(bpe *b, bool first, const char *text, size_t bytes, token_list *out,
+                          fault *f) {
     size_t from = 0, skip;
     for (size_t at = 0; at < bytes; at += skip) {
         bool starts = b->vocab.starts[(unsigned char)text[at]];
-        int32_t added = starts ? added_at(b, text + at, bytes - at) : -1;
+        int32_t added = starts ? added_at(b, first, text + at, bytes - at) : -1;
         skip = 1;
         if (added < 0) continue;
-        if (at > from && !encode_plain(b, text + from, at - from, out, f)) return false;
+        if (!encode_between(b, first, text + from, at - from, out, f)) return false;
         if (!token_list_push(out, added)) return fault_set(f, "out of memory for tokens");
         (void)bpe_bytes(b, added, &skip);
         from = at + skip;
     }
-    return from == bytes || encode_plain(b, text + from, bytes - from, out, f);
+    return encode_between(b, first, text + from, bytes - from, out, f);
+}
+
+bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+    return encode_around(b, true, text, bytes, out, f);
 }

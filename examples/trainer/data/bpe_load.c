@@ -168,6 +168,7 @@ static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
     if (ok) ok = (v->added = malloc(sizeof *v->added)) || fault_set(f, "%s: out of memory", path);
     if (ok) { /* taken out of a text as it stands, as tokenizer.json of the same vocabulary says */
         v->added[v->added_count++] = v->end_of_text;
+        v->added_first = 1;
         v->starts[(unsigned char)end[0]] = true;
     }
     json_decref(root);
@@ -379,19 +380,23 @@ static bool measure_added(bpe_vocab *v, const json_t *vocab, const json_t *list,
     return true;
 }
 
-/* The added tokens behind those of the vocabulary; `used` is where the arena is free. */
+/* The added tokens behind those of the vocabulary; `used` is where the arena is free. First those
+   that are looked for in the text as it is, then those that are in what lies between. */
 static bool fill_added(bpe_vocab *v, const json_t *vocab, const json_t *list, size_t used,
                        const char *path, fault *f) {
-    v->added = malloc((json_array_size(list) + 1) * sizeof *v->added);
+    size_t count = json_array_size(list);
+    v->added = malloc((count + 1) * sizeof *v->added);
     if (!v->added) return fault_set(f, "%s: out of memory", path);
-    for (size_t i = 0; i < json_array_size(list); i++) {
-        const json_t *x = json_array_get(list, i), *content = json_object_get(x, "content");
+    for (size_t i = 0; i < 2 * count; i++) {
+        const json_t *x = json_array_get(list, i % count), *content = json_object_get(x, "content");
+        if (json_is_true(json_object_get(x, "normalized")) != (i >= count)) continue;
         int32_t id = (int32_t)added_id(v, vocab, x);
         bpe_span span = {used, json_string_length(content)};
         memcpy(v->arena + used, json_string_value(content), span.bytes);
         used += span.bytes;
         v->tokens[id] = span;
         v->added[v->added_count++] = id;
+        v->added_first += i < count;
         v->starts[(unsigned char)v->arena[span.begin]] = true;
     }
     return true;

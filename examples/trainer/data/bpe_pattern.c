@@ -5,8 +5,12 @@
    alike is a list: all else is refused, for a split that is a little different is a model that is a
    little wrong. Elsewhere \h is a hexadecimal digit, (?m) lets a dot be a newline, \w takes marks,
    && intersects sets, and {,2} is a count; (?i) in the middle takes the alternatives behind it into
-   its group, and lets one character stand for two, as U+00DF for ss. \s takes U+180E here alone,
-   and is written out. */
+   its group, lets one character stand for two, as U+00DF for ss, and a set of a property take the
+   other case. {1,3}+ repeats what is counted, and {2}? is none or two. \s takes U+180E here alone,
+   \p{Han} what the script shares with others; both are written out. */
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <limits.h>
+#include <pcre2.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
@@ -62,28 +66,59 @@ static const char *folded_otherwise(const char *pattern) {
     return NULL;
 }
 
+/* Whether this is a count, and read otherwise: {,2} is another there, and so is what + or ? makes
+   of one. */
+static bool is_odd_count(const char *at) {
+    size_t bytes = strspn(at + 1, "0123456789,");
+    const char *end = at + 1 + bytes;
+    bool made = *end == '}' && (end[1] == '+' || (end[1] == '?' && !memchr(at, ',', bytes + 1)));
+    return *at == '{' && (at[1] == ',' || made);
+}
+
+static bool has_property(const char *at, const char *end) {
+    while (at + 1 < end && (*at != '\\' || (at[1] != 'p' && at[1] != 'P'))) at++;
+    return at + 1 < end;
+}
+
 bool bpe_pattern_is_known(const char *pattern, const char **where) {
+    int depth = 0, folded = INT_MAX; /* of the group in which case does not count */
     *where = folded_otherwise(pattern);
     if (*where) return false;
     for (const char *at = pattern; *at;) {
         size_t escaped = *at == '\\' ? escape_bytes(at + 1) : 0;
         int group = *at == '(' ? group_bytes(at + 1, at == pattern) : 0;
         const char *end = *at == '[' ? set_end(at + 1) : at + 1 + escaped + (group > 0 ? group : 0);
-        bool known = end && group >= 0 && (*at != '\\' || escaped) && strncmp(at, "{,", 2);
+        bool known = end && group >= 0 && (*at != '\\' || escaped) && !is_odd_count(at);
         *where = at;
-        if (!known) return false;
+        if (!known || (*at == '[' && depth >= folded && has_property(at, end))) return false;
+        if (*at == ')' && depth-- == folded) folded = INT_MAX;
+        if (*at == '(') depth++;
+        if (group && at[2] == 'i' && folded == INT_MAX) folded = *end == ')' ? 0 : depth;
         at = end;
     }
     return true;
 }
 
+/* \p{Han} and such; a general category has two letters at most. */
+static bool is_script(const char *at) {
+    bool property = !strncmp(at, "\\p{", 3) || !strncmp(at, "\\P{", 3);
+    return property && strcspn(at + 3 + (at[3] == '^'), "}") > 2;
+}
+
 char *bpe_pattern_written_out(const char *pattern) {
     static const char space[] = "\\p{Z}\\t-\\r\\x{85}";
+    const char *script = PCRE2_MAJOR * 100 + PCRE2_MINOR < 1040 ? "" : "sc:"; /* as it was before */
     char *out = malloc(strlen(pattern) * sizeof space * 2 + 1), *to = out;
     bool in_set = false;
     for (const char *at = pattern; out && *at; at++) {
         bool escape = *at == '\\', is_space = escape && (at[1] == 's' || at[1] == 'S');
         if (!escape) in_set = *at == '[' || (in_set && *at != ']');
+        if (is_script(at)) {
+            size_t head = at[3] == '^' ? 4 : 3;
+            to = stpcpy((char *)memcpy(to, at, head) + head, script);
+            at += head - 1;
+            continue;
+        }
         if (is_space && in_set)
             to = stpcpy(to, space);
         else if (is_space)

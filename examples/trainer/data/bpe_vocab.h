@@ -23,8 +23,8 @@ typedef struct bpe_vocab {
     int32_t size, end_of_text;
     int32_t prefix; /* what a text begins with; -1: nothing */
     int32_t *added; /* tokens that are taken out of a text before it is split into words */
-    size_t added_count;
-    bool starts[256];             /* whether one of them begins with this byte */
+    size_t added_count, added_first; /* those that are looked for first, before the others */
+    bool starts[256];                /* whether one of them begins with this byte */
     char *patterns[BPE_PATTERNS]; /* that split a text into words, each what the one before left */
     int pattern_count;
     bool nfc;   /* text is brought to Unicode's form C first */

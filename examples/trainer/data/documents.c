@@ -134,7 +134,7 @@ static bool scan_value(scan *s, const char *text, size_t bytes) {
     return false;
 }
 
-/* The next byte that is no white space, left at the front; 0 at the end. */
+/* The next byte that is no white space, left at the front; 0 at the end, where a byte of 0 is 1. */
 static bool next_sign(documents *d, char *sign, fault *f) {
     const char *text;
     size_t bytes;
@@ -142,7 +142,7 @@ static bool next_sign(documents *d, char *sign, fault *f) {
         if (!lines_head(&d->lines, 1, &text, &bytes, f)) return false;
         size_t space = 0;
         while (space < bytes && is_space(text[space])) space++;
-        *sign = space < bytes ? text[space] : 0;
+        *sign = space < bytes ? (char)(text[space] + !text[space]) : 0;
         lines_take(&d->lines, space);
         if (space < bytes || !bytes) return true;
     }

@@ -98,6 +98,7 @@ static const struct {
     {"<mediawiki", "a dump of a wiki (XML)"},
     {"<svg", "a picture (SVG)"},
     {"<?xml", "XML"},
+    {"warc/1.", "a crawl's pages (WARC)"},
 };
 
 /* A length in 8 bytes, then JSON. */
@@ -268,6 +269,11 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
     bool records = json || (wish == FORMAT_RECORDS && (first == '{' || strings)) ||
                    (wish != FORMAT_BYTES && looks_like_json(head, bytes, at));
     if (records) to->kind = first == '[' ? FORMAT_JSON_ARRAY : FORMAT_JSON_LINES;
+    if (records && first == '{' && memchr(head + at, '\n', next - at))
+        return fault_set(f,
+                         "%s: a JSON object over several lines, which would be read as one value a "
+                         "line: write each on a line (jq -c), or all as an array",
+                         name);
     bool wide = next < bytes && !head[next]; /* a sign in 16 bits */
     if ((records && !wide) || wish == FORMAT_BYTES || !memchr(head, 0, bytes)) return true;
     return fault_set(f,

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/rng.h"
+#include "base/signals.h"
 
 /* ---- One token ----------------------------------------------------------------------------- */
 
@@ -88,7 +89,7 @@ void sample_discourage(real *logits, int vocab, const config_sample *c, const to
 static bool extend(model *m, const config_sample *c, uint64_t seed, int32_t end, token_list *text,
                    real *logits, int32_t *order, fault *f) {
     size_t most = (size_t)model_longest(m);
-    for (int64_t i = 0; i < c->length; i++) {
+    for (int64_t i = 0; i < c->length && !signals_stop_requested(); i++) {
         size_t count = text->count < most ? text->count : most;
         if (!model_next(m, text->ids + text->count - count, (int)count, logits, f)) return false;
         sample_discourage(logits, m->config.vocab, c, text, order);
