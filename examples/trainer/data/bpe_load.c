@@ -344,9 +344,9 @@ static bool check_kind(const json_t *model, const char *path, fault *f) {
 }
 
 /* Of an added token its id, -1 where it is none that is taken as it stands. The package knows a
-   token that the vocabulary spells so by the vocabulary's id, whatever its own is. One may ask to be
-   looked for in normalized text: where it is ASCII and its end takes no accent, it stands there where
-   it stood before. */
+   token that the vocabulary spells so by the vocabulary's id, whatever its own is. One may ask to
+   be looked for in normalized text: of ASCII and with an end that takes no accent it stands there
+   where it stood before. */
 static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t *x) {
     static const char *const off[] = {"lstrip", "rstrip", "single_word"};
     const char *content = json_string_value(json_object_get(x, "content"));
