@@ -82,17 +82,19 @@ static bool same_tensor(const char *here, int layer, const char *theirs) {
 
 /* ---- Tensors ------------------------------------------------------------------------------- */
 
+static const char head_name[] = "lm_head.weight";
+
 typedef struct importer {
     const params *table;
-    safetensors_tensor *tensors; /* of the table, f32 */
-    bool *found;
+    safetensors_tensor *tensors; /* of the table, f32; behind them the head where it is tied */
+    bool *found, tied;
     json_t *listed; /* tensors that an index names and no file has had; NULL: there is none */
 } importer;
 
 static int find(const importer *x, const char *name) {
     for (int i = 0; i < x->table->length; i++)
         if (same_tensor(x->table->list[i].name, x->table->list[i].layer, name)) return i;
-    return -1;
+    return x->tied && !strcmp(name, head_name) ? x->table->length : -1;
 }
 
 /* Buffers that RoPE is made of, which some files carry. */
@@ -107,12 +109,12 @@ static bool same_shape(const safetensors_tensor *a, const safetensors_tensor *b)
     return same;
 }
 
-static bool take(importer *x, const char *path, const safetensors_tensor *t, bool tied, fault *f) {
+static bool take(importer *x, const char *path, const safetensors_tensor *t, fault *f) {
     int place = find(x, t->name);
     size_t count = safetensors_tensor_bytes(t);
     json_object_del(x->listed, t->name);
-    if (place < 0) { /* a head that is the embedding may stand there twice */
-        if (is_ignored(t->name) || (tied && !strcmp(t->name, "lm_head.weight"))) return true;
+    if (place < 0) {
+        if (is_ignored(t->name)) return true;
         return fault_set(f, "%s: tensor %.100s: the model has none of this name", path, t->name);
     }
     const safetensors_tensor *to = &x->tensors[place];
@@ -141,7 +143,7 @@ static bool take(importer *x, const char *path, const safetensors_tensor *t, boo
     }
 }
 
-static bool read_file(importer *x, const char *path, bool tied, fault *f) {
+static bool read_file(importer *x, const char *path, fault *f) {
     safetensors_file *file = safetensors_open(path, f);
     if (!file) return false;
     size_t count = safetensors_count(file), bytes = 0;
@@ -157,7 +159,7 @@ static bool read_file(importer *x, const char *path, bool tied, fault *f) {
         at += safetensors_tensor_bytes(&list[i]);
     }
     ok = ok && safetensors_load(file, list, count, f);
-    for (size_t i = 0; ok && i < count; i++) ok = take(x, path, &list[i], tied, f);
+    for (size_t i = 0; ok && i < count; i++) ok = take(x, path, &list[i], f);
     free(block);
     free(list);
     safetensors_close(file);
@@ -172,14 +174,14 @@ static bool all_listed(const importer *x, const char *index_name, fault *f) {
 
 /* One file as it is, as transformers does; else every file that the index names, once: those of one
    file follow one another or do not. */
-static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
+static bool read_files(importer *x, const char *folder, fault *f) {
     static const char index_name[] = "model.safetensors.index.json";
     char path[PATH_ROOM];
     const char *tensor, *name;
     json_t *value;
     if (has_file(folder, "model.safetensors") || !has_file(folder, index_name))
         return files_join(path, sizeof path, folder, "model.safetensors", f) &&
-               read_file(x, path, tied, f);
+               read_file(x, path, f);
     json_t *root = import_json(folder, index_name, &json_of_tensors, f), *done = json_object();
     json_t *map = json_object_get(root, "weight_map");
     bool ok = root && (json_is_object(map) ||
@@ -192,7 +194,7 @@ static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
         if (!name || !files_plain_name(name))
             ok = fault_set(f, "%s: %.100s: must name a file of the folder", index_name, tensor);
         else
-            ok = files_join(path, sizeof path, folder, name, f) && read_file(x, path, tied, f) &&
+            ok = files_join(path, sizeof path, folder, name, f) && read_file(x, path, f) &&
                  !json_object_set_new(done, name, json_true());
     }
     ok = ok && all_listed(x, index_name, f);
@@ -207,6 +209,20 @@ static bool all_found(const importer *x, const char *folder, fault *f) {
         if (!x->found[i])
             return fault_set(f, "%s: no tensor for the model's %s", folder, x->tensors[i].name);
     return true;
+}
+
+/* A head that is tied may stand in the files as well. Of another one versions of transformers make
+   different models. */
+static bool check_head(const importer *x, fault *f) {
+    const safetensors_tensor *head = &x->tensors[x->table->length];
+    const safetensors_tensor *embed = &x->tensors[find(x, "embed.weight")];
+    if (!x->found[x->table->length] || !x->tied ||
+        !memcmp(head->data, embed->data, safetensors_tensor_bytes(head)))
+        return true;
+    return fault_set(f,
+                     "%s: differs from the embedding; must be the same, or absent, where "
+                     "tie_word_embeddings is true",
+                     head_name);
 }
 
 /* The tokenizer goes by no path: a run's own is found beside its checkpoints (checkpoint_open). */
@@ -236,18 +252,20 @@ bool import_model(const config *c, const char *folder, const char *out_dir, faul
         ops_cpu_close(&o);
         return false;
     }
-    size_t length = (size_t)m.params.length;
-    importer x = {&m.params, calloc(length, sizeof *x.tensors), calloc(length, sizeof *x.found),
-                  NULL};
-    float *values = malloc((size_t)m.params.elements * sizeof *values);
+    size_t length = (size_t)m.params.length, elements = (size_t)m.params.elements;
+    importer x = {&m.params, calloc(length + 1, sizeof *x.tensors),
+                  calloc(length + 1, sizeof *x.found), c->model.tied_embeddings, NULL};
+    const param *embed = &m.params.list[find(&x, "embed.weight")];
+    size_t more = x.tied ? (size_t)(embed->shape[0] * embed->shape[1]) : 0;
+    float *values = malloc((elements + more) * sizeof *values);
     bool ok = (x.tensors && x.found && values) || fault_set(f, "out of memory for the model");
-    for (size_t i = 0; ok && i < length; i++) {
-        const param *p = &m.params.list[i];
+    for (size_t i = 0; ok && i < length + x.tied; i++) {
+        const param *p = i < length ? &m.params.list[i] : embed;
         x.tensors[i] = (safetensors_tensor){p->name, SAFETENSORS_F32, p->dims, {0}, NULL};
-        x.tensors[i].data = values + p->offset;
+        x.tensors[i].data = i < length ? values + p->offset : values + elements;
         memcpy(x.tensors[i].shape, p->shape, sizeof p->shape);
     }
-    ok = ok && read_files(&x, folder, c->model.tied_embeddings, f) && all_found(&x, folder, f) &&
+    ok = ok && read_files(&x, folder, f) && all_found(&x, folder, f) && check_head(&x, f) &&
          write_checkpoint(c, &x, out_dir, f);
     free(values);
     free(x.found);

@@ -70,6 +70,7 @@ static const char *const llama_keys[] = {"model_type",
                                          "block_counts",
                                          "window_size",
                                          "use_sliding_window",
+                                         "is_causal",
                                          NULL};
 
 /* Of what export wrote. */
@@ -167,14 +168,17 @@ static bool among(const char *const *list, const char *key) {
     return *list != NULL;
 }
 
+static bool is_off(const json_t *x) {
+    return !x || json_is_null(x) || json_is_false(x);
+}
+
 /* `where` is "" or "rope_scaling: ". */
 static bool check_keys(const json_t *object, const char *const *known, const char *const *idle,
                        const char *where, fault *f) {
     const char *key;
     const json_t *value;
     json_object_foreach((json_t *)object, key, value) {
-        bool nothing = json_is_null(value) || json_is_false(value);
-        if (nothing || among(known, key) || (idle && among(idle, key))) continue;
+        if (is_off(value) || among(known, key) || (idle && among(idle, key))) continue;
         return fault_set(f,
                          "config.json: %s%.80s: not known here, and it may change what the model "
                          "computes; must be absent, null or false",
@@ -283,8 +287,9 @@ static const struct {
 /* YaRN as the trainers have it: rounded ramps, and the magnitude that follows from the factor. */
 static bool check_yarn(const json_t *scaling, double factor, fault *f) {
     double usual = 0.1 * log(factor) + 1, given;
-    if (json_is_false(json_object_get(scaling, "truncate")))
-        return fault_set(f, "config.json: rope_scaling: truncate: must be true");
+    const json_t *truncate = json_object_get(scaling, "truncate"); /* of null Python makes false */
+    if (truncate && !json_is_true(truncate))
+        return fault_set(f, "config.json: rope_scaling: truncate: must be true, or absent");
     if (!number_or(scaling, "attention_factor", usual, &given, f)) return false;
     return fabs(given - usual) <= 1e-6 ||
            fault_set(f, "config.json: rope_scaling: attention_factor: must be null, or %.9g",
@@ -390,17 +395,25 @@ static bool add_rope(import_flags *x, const json_t *root, fault *f) {
 static bool check_plain(const family *m, const json_t *root, fault *f) {
     const json_t *window = json_object_get(root, "sliding_window"), *kind;
     const json_t *uses = json_object_get(root, "use_sliding_window");
-    const char *act = json_string_value(json_object_get(root, "hidden_act"));
+    const json_t *act = json_object_get(root, "hidden_act");
+    const json_t *causal = json_object_get(root, "is_causal"), *types;
+    const char *word = json_string_value(act);
     size_t i;
-    if (act && strcmp(act, "silu") && strcmp(act, "swish"))
-        return fault_set(f, "config.json: hidden_act: %.60s; must be silu", act);
-    if (json_is_true(uses)) return fault_set(f, "config.json: use_sliding_window: must be false");
-    bool unused = uses || !strcmp(m->type, "qwen3"); /* whose window has a switch */
+    if (act && (!word || (strcmp(word, "silu") && strcmp(word, "swish"))))
+        return fault_set(f, "config.json: hidden_act: %.60s; must be silu",
+                         word ? word : "no word");
+    if (causal && !json_is_true(causal))
+        return fault_set(f, "config.json: is_causal: must be true, or absent");
+    if (!is_off(uses)) return fault_set(f, "config.json: use_sliding_window: must be false");
+    bool unused = !m->needs_null && (uses || !strcmp(m->type, "qwen3")); /* by a switch */
     if (window ? !json_is_null(window) && !unused : m->needs_null)
         return fault_set(f, "config.json: sliding_window: must be null%s",
                          window ? "" : ", absent it is a window of 4096");
-    json_array_foreach(json_object_get(root, "layer_types"), i, kind) {
-        const char *word = json_string_value(kind);
+    types = json_object_get(root, "layer_types");
+    if (!is_off(types) && !json_is_array(types))
+        return fault_set(f, "config.json: layer_types: must be a list, or null");
+    json_array_foreach(types, i, kind) {
+        word = json_string_value(kind);
         if (!word || strcmp(word, "full_attention"))
             return fault_set(f, "config.json: layer_types: %.60s; all must be full_attention",
                              word ? word : "no word");
@@ -450,6 +463,10 @@ static bool add_llama(import_flags *x, const family *m, const json_t *root, faul
     bool sparse = json_object_get(root, "block_size") != NULL;
     if (sparse && !m->sparse)
         return fault_set(f, "config.json: block_size: must be absent with model_type %s", m->type);
+    for (size_t i = 3; i < sizeof blocks / sizeof *blocks; i++)
+        if (!sparse && !is_off(json_object_get(root, blocks[i].key)))
+            return fault_set(f, "config.json: %s: must be absent without block_size",
+                             blocks[i].key);
     if (!check_keys(root, llama_keys, idle_keys, "", f) || !check_plain(m, root, f) ||
         !ADD_ROWS(x, root, rows, f) || !add_heads(x, m, root, f) || !add_rope(x, root, f) ||
         (sparse && !ADD_ROWS(x, root, blocks, f)))

@@ -15,6 +15,10 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+try:  # Trainer's label smoothing shifts the labels of the classes in this list, and of no others
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as listed
+except ImportError:
+    listed = {}
 try:
     import nsa.torch as library
 except ImportError:
@@ -69,16 +73,38 @@ class NSAConfig(PretrainedConfig):
         self.rope = rope or {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0,
                              "trained_context": 0}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
-        for name, value, known in (("mlp", mlp, ("silu", "swiglu")), ("phi", phi, ("mean", "conv", "mlp")),
-                                   ("gate", gate, ("sigmoid", "softmax")), ("gate_form", gate_form, ("mlp", "linear"))):
-            if value not in known:
-                raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
+
+    def check(self):
+        """What the model would read in another way than it is meant, or not at all."""
+        kinds = [self.attention] if isinstance(self.attention, str) else list(self.attention)
+        rope = self.rope
+        for name, values, known in (
+                ("mlp", [self.mlp], ("silu", "swiglu")), ("phi", [self.phi], ("mean", "conv", "mlp")),
+                ("gate", [self.gate], ("sigmoid", "softmax")), ("gate_form", [self.gate_form], ("mlp", "linear")),
+                ("attention", kinds, ("nsa", "cmp+slc", "full", "window")),
+                ("rope: pairs", [rope["pairs"]], ("interleaved", "halves")),
+                ("rope: scaling", [rope["scaling"]], ("none", "linear", "ntk", "yarn", "llama3")),
+                ("rope", rope, ("base", "pairs", "scaling", "factor", "trained_context", "fast", "slow"))):
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
+        for name, value in vars(self).items():
+            if name.startswith(("rope_", "sliding_window")) and value is not None:
+                raise ValueError(f"{name}: must be absent; `rope` has the positions, `window` the window")
+        block, stride, slc_block = self.cmp_block, self.cmp_stride, self.slc_block
+        one_each = kinds == [self.attention] or len(kinds) == self.num_hidden_layers
+        for name, holds, allowed in (
+                ("attention", one_each, "one word, or one for each layer"), ("window", self.window >= 1, "at least 1"),
+                ("cmp_stride", stride >= 1 and block % stride == 0, "a divisor of cmp_block"),
+                ("slc_block", slc_block >= block and slc_block % max(1, stride) == 0,
+                 "a multiple of cmp_stride, at least cmp_block"),
+                ("slc_count", self.slc_count >= max(1, self.slc_init + self.slc_local),
+                 "at least 1, and slc_init + slc_local")):
+            if not holds:
+                raise ValueError(f"{name}: {getattr(self, name)}, must be {allowed}")
 
     def attention_of(self, layer):
-        kind = self.attention if isinstance(self.attention, str) else self.attention[layer]
-        if kind not in ("nsa", "cmp+slc", "full", "window"):
-            raise ValueError(f"attention: {kind!r} is none of nsa, cmp+slc, full, window")
-        return kind
+        return self.attention if isinstance(self.attention, str) else self.attention[layer]
 
 
 # ---- Positions ----
@@ -376,6 +402,9 @@ class NSABlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+listed[NSAConfig.model_type] = "NSAForCausalLM"
+
+
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NSAConfig
     _no_split_modules = ["NSABlock"]
@@ -384,6 +413,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
+        config.check()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(NSABlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -423,12 +453,15 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
             raise ValueError("attention_mask: a prompt ends with padding, and generate goes on behind it; padding must "
                              "stand in front (tokenizer.padding_side = 'left')")
+        for name in ("tokenizer", "assistant_tokenizer"):  # of stop_strings, which reach the model with the rest
+            kwargs.pop(name, None)
         return super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask,
                                                      inputs_embeds=inputs_embeds, **kwargs)
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
                 labels=None, use_cache=None, logits_to_keep=0, return_dict=None, output_hidden_states=None,
-                output_attentions=None, token_type_ids=None, num_items_in_batch=None, cache=None, **kwargs):
+                output_attentions=None, token_type_ids=None, num_items_in_batch=None, cache=None,
+                cache_position=None, **kwargs):
         """As transformers' decoders. labels: the loss is the mean over labels, or their sum over num_items_in_batch.
         Padding in front of a sequence's tokens or behind them, by attention_mask, changes nothing of their logits."""
         refuse(output_attentions=output_attentions or self.config.output_attentions, **kwargs)
@@ -439,6 +472,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         past = self.cache_of(past_key_values if cache is None else cache, use_cache)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         first = 0 if past is None else int(past.get_seq_length())
+        if x.dim() != 3:
+            raise ValueError("input_ids, inputs_embeds: must be (B, T), and (B, T, hidden_size)")
+        last = first + x.shape[1]
+        if cache_position is not None and cache_position.tolist() != list(range(first, last)):
+            raise ValueError(f"cache_position: must be the tokens' places in the cache, {first} .. {last - 1}")
         begins, places = places_of(attention_mask, position_ids, first, *x.shape[:2])
         rotated_by = rotation(self.config.rope, self.config.head_dim, places, x)
         states = [x]
@@ -465,6 +503,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError("past_key_values: a layer that is computed again would append its keys twice; must be "
                                  "None with gradient checkpointing")
             return None
+        if past is not None and not hasattr(past, "get_seq_length"):
+            raise ValueError(f"past_key_values: {type(past).__name__}, must be a Cache of transformers (DynamicCache, "
+                             "StaticCache)")
         if past is None and (self.config.use_cache and not self.training if use_cache is None else use_cache):
             from transformers import DynamicCache
             past = DynamicCache()
@@ -474,7 +515,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 def refuse(**given):
     """Keywords that would change a result here, were they known: None, False and what is so anyway do not."""
     for name, value in given.items():
-        if value is None or name == "cache_position" or value is (name == "is_causal"):
+        if value is None or value is (name == "is_causal"):
             continue
         raise ValueError(f"{name}: this model has no use for it; must be None")
 

@@ -190,13 +190,33 @@ def check_refusals(model, tokens):
     hole[0, 1] = 0
     for what, arguments in (("attention_mask", {"attention_mask": hole}),
                             ("position_ids", {"position_ids": torch.arange(tokens.shape[1])[None] + 1}),
+                            ("cache_position", {"cache_position": torch.arange(tokens.shape[1]) + 1}),
+                            ("past_key_values", {"past_key_values": ((tokens, tokens),)}),
+                            ("input_ids", {"input_ids": tokens[0]}),
                             ("nonsense", {"nonsense": 1})):
         try:
-            model(tokens, **arguments)
+            model(**{"input_ids": tokens, **arguments})
         except ValueError as error:
             assert what in str(error), error
         else:
             raise AssertionError(f"{what} was not refused")
+
+
+def check_settings(model):
+    """What config.json may say and the model does not do, by name: nothing of it is ignored."""
+    plain = {name: x for name, x in vars(model.config).items() if not name.startswith("_")}
+    assert type(model)(type(model.config)(**plain)) is not None
+    for name, value in (("window", 0), ("cmp_stride", 3), ("slc_block", 6), ("slc_count", 0), ("slc_count", 2),
+                        ("attention", ["full"] * 9), ("attention", "half"), ("rope_scaling", {"rope_type": "linear"}),
+                        ("rope_theta", 5e5), ("sliding_window", 8), ("rope", {**model.config.rope, "pairs": "half"}),
+                        ("rope", {**model.config.rope, "scaling": "longrope"}),
+                        ("rope", {**model.config.rope, "ntk_alpha": 2})):
+        try:
+            type(model)(type(model.config)(**{**plain, "slc_init": 1, "slc_local": 2, name: value}))
+        except ValueError as error:
+            assert str(error).startswith(name), error
+        else:
+            raise AssertionError(f"{name} = {value} was not refused")
 
 
 @torch.no_grad()
@@ -560,6 +580,7 @@ def main():
             check_generate(model, torch.tensor(tokens)[None])
         else:
             check_padding(model, module, torch.tensor(tokens)[None])
+            check_settings(model)
     check_import(programs, folder, tokens)
     check_vibe(programs, folder, tokens)
     check_tokenizer(programs, folder, text, real)

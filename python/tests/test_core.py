@@ -290,6 +290,15 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "no field windows"):
             nsa.desc(1, 8, 2, 1, 16, windows=3)
 
+    def test_a_number_is_no_array(self):
+        """Where an array is wanted it would be taken for an address, and read."""
+        for name in ("begins", "firsts", "counts", "pages"):
+            for number in (0, 64, True):
+                with self.assertRaisesRegex(TypeError, f"{name}: .* is no array"):
+                    nsa.desc(1, 64, 2, 1, 16, **{name: number})
+        with self.assertRaisesRegex(TypeError, "frequencies: int is no array"):
+            nsa.Rope(heads=1, dim=16, frequencies=64)
+
 
 class Strangers(unittest.TestCase):
     """What people bring, and what the C library cannot see: memory, owners, processes, numbers of Python."""

@@ -385,6 +385,20 @@ class Jax(unittest.TestCase):
         gradient = jax.grad(lambda w: nj.compress(k, {"w1": w}, phi="conv", cmp_block=8, cmp_stride=4).sum())(w1)
         self.assertEqual((out.shape, float(abs(gradient).sum())), ((0, T, H, DV), 0))
 
+    @unittest.skipUnless(hasattr(jax, "shard_map"), "a jax without it")
+    def test_shard_map(self):
+        """Results differ between devices as their inputs do: gradients are taken, and nobody takes them for equal."""
+        over = jax.sharding.PartitionSpec("batch")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+        win = lambda q, k, v: nj.attend_win(q, k, v, window=16)[0]
+        split = jax.shard_map(win, mesh=mesh, in_specs=(over, over, over), out_specs=over)
+        for place in range(3):
+            got, want = (jax.jit(jax.grad(lambda *x: f(*x).sum(), place))(self.q, self.k, self.v) for f in (split, win))
+            np.testing.assert_array_equal(got, want)
+        with self.assertRaisesRegex(ValueError, "out_specs"):
+            jax.shard_map(win, mesh=mesh, in_specs=(over, over, over), out_specs=jax.sharding.PartitionSpec())(
+                self.q, self.k, self.v)
+
     def test_refusals(self):
         ragged, at = self.q.reshape(1, B * T, H, D), jnp.zeros(2, jnp.int32)
         for words, call in (
@@ -404,6 +418,8 @@ class Jax(unittest.TestCase):
             nj.attend_win(self.q, self.k, self.v, windows=3)
         with self.assertRaisesRegex(ValueError, "v: shape"):
             nj.attend_win(self.q, self.k, self.v[:1])
+        with self.assertRaisesRegex(ValueError, "phi: 'mean' has no b1"):
+            nj.compress(self.k, parameters("conv", D))
 
 
 if __name__ == "__main__":

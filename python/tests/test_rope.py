@@ -27,7 +27,8 @@ CASES += [(dict(rope_type="dynamic", factor=2.0), 2048, tokens) for tokens in (0
 CASES += [(dict(rope_type="dynamic", factor=4.0, rope_theta=1e6), 512, 5000)]
 CASES += [({**YARN, **more}, 8192, 0) for more in (
     {}, dict(attention_factor=1.5), dict(mscale=1.0, mscale_all_dim=0.707), dict(mscale=0.707), dict(truncate=False),
-    dict(beta_fast=16.0, beta_slow=2.0), dict(rope_theta=150000.0, truncate=False, factor=32.0), dict(factor=None))]
+    dict(beta_fast=16.0, beta_slow=2.0), dict(rope_theta=150000.0, truncate=False, factor=32.0), dict(factor=None),
+    dict(truncate=None))]
 CASES += [({**LLAMA3, **more}, 131072, 0) for more in ({}, dict(rope_theta=500000.0, factor=32.0), dict(high_freq_factor=8.0))]
 CASES += [({**LONG, **more}, 131072, tokens) for more in ({}, dict(factor=2.0), dict(attention_factor=1.19), dict(factor=1.0))
           for tokens in (0, 4096, 4097)]

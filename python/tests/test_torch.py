@@ -925,6 +925,11 @@ class Misuse(unittest.TestCase):
                 ("phi: 'max' is none of mean, conv, mlp", lambda: nt.compress(k, phi="max", **at)),
                 ("phi: parameters W1, must be of pos, w1", lambda: nt.attention(
                     q, k, v, k, v, k, v, gates, phi_k=("conv", {"W1": k}), **GEOMETRY)),
+                ("phi: 'mean' has no w1, must be of no parameters", lambda: nt.compress(k, w1=k[0, :1], **at)),
+                ("phi: 'conv' has no pos, must be of w1, b1", lambda: nt.attention(
+                    q, k, v, k, v, k, v, gates, phi_v=("conv", {"w1": k[0, :8], "pos": k[0, :8]}), **GEOMETRY)),
+                ("rope: {'base': 5.0}, must be None", lambda: nt.NativeSparseAttention(
+                    32, H, HK, rope_base=None, rope={"base": 5.0})),
                 ("first: 4294967297, must be of 32 bits", lambda: nt.attend_win(q, k, v, first=2 ** 32 + 1)),
                 ("window: 4294967301, must be of 32 bits", lambda: nt.attend_win(q, k, v, window=2 ** 32 + 5)),
                 ("x: shape .52, 32., must be .B, T, dim.", lambda: nt.NativeSparseAttention(32, H, HK)(q.view(-1, 32)[:T])),
@@ -1085,6 +1090,9 @@ class Misuse(unittest.TestCase):
                 first, = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
                 with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
                     first.sum().backward()
+                first, = torch.autograd.grad(call(q).sum(), q, create_graph=True)  # its gradient asks for nothing
+                with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+                    (q.sum() + first.norm()).backward()
                 with torch.autograd.forward_ad.dual_level():
                     with self.assertRaisesRegex(NotImplementedError, "forward mode"):
                         call(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()))

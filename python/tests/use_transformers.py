@@ -124,6 +124,14 @@ class Uses(unittest.TestCase):
         ends = {"eos_token_id": 255}  # which transformers 4 cannot do without there
         self.equal(self.generate(prompt_lookup_num_tokens=4, **ends), self.generate(**ends))
 
+    def test_stop_strings(self):
+        """Which generate finds by a tokenizer; in transformers 5 that reaches the model."""
+        want = self.generate()[0]
+        stop = bytes(want[100:104].tolist()).decode()
+        made = self.generate(stop_strings=[stop], tokenizer=self.tokenizer)[0]
+        self.equal(made, want[:len(made)])
+        self.assertTrue(bytes(made[90:].tolist()).decode().endswith(stop))
+
     def test_static_cache(self):
         want = self.generate()
         self.equal(self.generate(cache_implementation="static"), want)
@@ -258,6 +266,8 @@ class Uses(unittest.TestCase):
                              ("is_causal", {"is_causal": 0.5}),
                              ("head_mask", {"head_mask": torch.ones(3, 4)}),
                              ("nonsense", {"nonsense": 1}),
+                             ("cache_position", {"cache_position": torch.arange(90) + 1}),
+                             ("past_key_values", {"past_key_values": ((self.prompt, self.prompt),)}),
                              ("labels", {"labels": self.prompt, "logits_to_keep": 2})):
             with self.assertRaisesRegex(ValueError, words):
                 self.model(self.prompt, **given)
@@ -397,6 +407,17 @@ class Uses(unittest.TestCase):
         self.assertLess(float((got - plain).norm() / plain.norm()), 1e-5)
         got = self.trained(self.open(), rows, 2, 2, bf16=True)
         self.assertLess(float((got - plain).norm() / plain.norm()), 0.1)
+
+    def test_label_smoothing(self):
+        """Trainer shifts labels for classes that it knows as language models; for others each token would be its own."""
+        rows = [{"input_ids": self.prompt[0, i:i + 40]} for i in range(8)]
+        tokens = torch.stack([row["input_ids"] for row in rows])
+        model = self.open()
+        logits = model(tokens).logits[:, :-1].flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.2).backward()
+        want = -torch.cat([p.grad.flatten() for p in model.parameters()])
+        got = self.trained(self.open(), rows, 8, 1, label_smoothing_factor=0.2)
+        self.assertLess(float((got / got.norm() - want / want.norm()).norm()), 1e-4)
 
     def test_trainer_evaluates(self):
         rows = [{"input_ids": self.prompt[0, i:i + 40]} for i in range(4)]

@@ -201,13 +201,16 @@ class Convert(unittest.TestCase):
                            ("num_local_experts", 8), ("layer_types", ["sliding_attention"]), ("novelty", 0),
                            ("quantization_config", {"bits": 4}), ("use_sliding_window", True), ("novelty", "yes"),
                            ("head_dim", "wide"), ("num_key_value_heads", "two"), ("tie_word_embeddings", "yes"),
-                           ("rope_scaling", "linear"), ("scale_attn_weights", True), ("novelty", [])):
+                           ("rope_scaling", "linear"), ("scale_attn_weights", True), ("novelty", []),
+                           ("is_causal", False), ("hidden_act", 3), ("layer_types", "sliding_attention"),
+                           ("use_sliding_window", "yes"), ("window_size", 16), ("block_counts", 4)):
             self.refused(f"config.json: {key}", {**LLAMA, key: value})
         plain = self.settings(LLAMA)
         for key, value in (("novelty", None), ("novelty", False), ("layer_types", ["full_attention"]),
                            ("partial_rotary_factor", 1.0), ("hidden_act", "swish"), ("dtype", "bfloat16"),
                            ("transformers.js_config", {"dtype": "q4"}), ("pad_token_id", 0), ("id2label", {"0": "x"}),
-                           ("sliding_window", None), ("eos_token_id", [1, 2]), ("is_llama_config", True)):
+                           ("sliding_window", None), ("eos_token_id", [1, 2]), ("is_llama_config", True),
+                           ("is_causal", True), ("window_size", None)):
             self.assertEqual(self.settings({**LLAMA, key: value}), plain, key)
 
     def test_sizes_are_needed(self):
@@ -219,6 +222,7 @@ class Convert(unittest.TestCase):
         mistral = {**LLAMA, "model_type": "mistral"}
         self.refused("sliding_window|4096", mistral)
         self.refused("sliding_window", {**mistral, "sliding_window": 32})
+        self.refused("sliding_window", {**mistral, "sliding_window": 32, "use_sliding_window": False})  # not its key
         self.assertEqual(self.settings({**mistral, "sliding_window": None})["model.attention"], "full")
         qwen = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
         self.refused("use_sliding_window", {**qwen, "use_sliding_window": True, "sliding_window": 32})
@@ -259,6 +263,8 @@ class Convert(unittest.TestCase):
                                ({"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}, "beta_fast: must be a number"),
                                ({"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "mscale"),
                                ({"rope_type": "yarn", "factor": 4.0, "truncate": False}, "truncate"),
+                               ({"rope_type": "yarn", "factor": 4.0, "truncate": 0}, "truncate"),
+                               ({"rope_type": "yarn", "factor": 4.0, "truncate": None}, "truncate"),
                                ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}, "attention_factor"),
                                ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
                                ({"full_attention": {"rope_type": "default"}}, "full_attention")):
@@ -319,6 +325,23 @@ class Convert(unittest.TestCase):
             run("convert", "import", folder, self.room / f"of_{folder.name}")
         self.assertEqual(logits(self.room / "of_narrow", self.room), logits(self.room / "of_wide", self.room))
 
+    def test_tied_head(self):
+        """It may stand beside the embedding; another one is the model's for some versions of transformers."""
+        folder = write_model(self.room / "tied", LLAMA)
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        size, = struct.unpack_from("<Q", raw)
+        header, data = json.loads(raw[8:8 + size]), raw[8 + size:]
+        embed = header["model.embed_tokens.weight"]
+        begin, end = embed["data_offsets"]
+        header["lm_head.weight"] = {**embed, "data_offsets": [len(data), len(data) + end - begin]}
+        text = json.dumps(header).encode()
+        for change, code in ((b"", 0), (b"\0\0\x80\x3f", 1)):
+            head = data[begin:end - len(change)] + change
+            path.write_bytes(struct.pack("<Q", len(text)) + text + data + head)
+            done = run("convert", "import", folder, self.room / f"tied_{code}", code=code)
+            self.assertEqual("lm_head.weight: differs from the embedding" in done.stderr, bool(code))
+
     def test_absent_keys(self):
         """They mean what transformers' class of that type takes them for."""
         absent = {name: x for name, x in LLAMA.items() if name != "num_key_value_heads"}
@@ -364,6 +387,19 @@ class Convert(unittest.TestCase):
             return
         want = [b"\xc3\xa9", b" ", b"\xc3\xa9", b" ", b"\xc3", b"\x85"]
         self.assertEqual(self.pieces(self.room / "nfc_in", text), want)
+
+    def test_form_c_of_added_tokens(self):
+        """One that is looked for in form C must look the same before: "the" and an accent are no token and an accent."""
+        known = {"special": False, "normalized": True, "lstrip": False, "rstrip": False, "single_word": False}
+        for content, code in (("caf\u00e9", 1), ("the", 1), ("<x>", 0), ("tool_1", 0)):
+            folder = write_model(self.room / f"added_{content}", {**SPARSE, "vocab_size": 263})
+            whole = tokenizer(normalizer={"type": "NFC"})
+            whole["added_tokens"].append({**known, "id": 262, "content": content})
+            (folder / "tokenizer.json").write_text(json.dumps(whole))
+            done = run("convert", "import", folder, self.room / f"{content}_in", code=(0, 1))
+            if "needs utf8proc" not in done.stderr:
+                self.assertEqual(done.returncode, code, (content, done.stderr))
+                self.assertEqual("added_tokens, number 1" in done.stderr, bool(code))
 
     def test_tokenizers_refused(self):
         level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}

@@ -17,8 +17,19 @@ from ._struct import check_int
 
 #: phi's parameters, in the order of the header.
 PHI = ("pos", "w1", "b1", "w2", "b2")
+#: Those that each kind has.
+_PHIS = {"mean": (), "conv": ("w1", "b1"), "mlp": PHI}
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int: "i", ctypes.c_int64: "q", ctypes.c_double: "d"}
 NULL = (0, 0, 0, 0, 0)
+
+
+def check_phi(phi: str, given: Sequence[str]) -> None:
+    """Parameters that a kind has not would be ignored, and get no gradient."""
+    if phi not in _PHIS:
+        raise refused("OPTION", "phi", f"{phi!r} is none of {', '.join(_PHIS)}")
+    for name in given:
+        if name not in _PHIS[phi]:
+            raise refused("OPTION", "phi", f"{phi!r} has no {name}, must be of {', '.join(_PHIS[phi]) or 'no parameters'}")
 
 
 class Packer:

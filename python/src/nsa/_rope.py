@@ -69,6 +69,6 @@ def rope_options(parameters: Mapping[str, Any], max_position_embeddings: int | N
         made.setdefault("factor", 1.0)
         if "magnitude" not in made and not math.isfinite(made["factor"]):
             raise refused("SIZE", "factor", f"{made['factor']}, must be finite")
-    if not given.get("truncate", True):
+    if not parameters.get("truncate", True):  # None is no default there: transformers asks whether it holds
         made["untruncated"] = 1
     return made

@@ -60,7 +60,7 @@ class Struct(ctypes.Structure):
             self._keep()[name] = value
         elif kind in _BITS:
             value = check_int(name, value, _BITS[kind])
-        elif kind is ctypes.c_void_p and value is not None and not isinstance(value, int):
+        elif kind is ctypes.c_void_p and value is not None and not (isinstance(value, int) and name == "data"):
             dtype = F64 if name in self._doubles_ else I32
             array = _of_numbers(value, name, dtype) if isinstance(value, (list, tuple)) else describe(value, name)
             self._keep()[name] = _packed(array, name, dtype)

@@ -34,7 +34,7 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, check_dtype, checked, is_logarithm, library
-from ._pack import (ARRAYS, PHI, Packer, check_int, cmp_count, desc_struct, first_of, in_pages, key_rows, key_stride,
+from ._pack import (ARRAYS, PHI, Packer, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows, key_stride,
                     list_heads, list_width, option, options as _options, parse, problem, rope_fields, scored_tokens, slc_count)
 from ._refused import refused
 
@@ -150,13 +150,25 @@ class _Call:
         buffers = [*inputs, *self.outputs]
         call = jax.ffi.ffi_call("nsa", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
                                 vmap_method="broadcast_all", input_output_aliases=aliases or None)
-        return call(*inputs, function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
-                    structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
-                    counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero or nothing),
-                    nothing=np.int64(nothing), cleared=np.array(self._cleared, np.int64),
-                    counted_by=np.int64(counted_by), rows=np.int64(rows),
-                    places=np.array(places + self._output_places, np.int64),
-                    items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
+        found = call(*inputs, function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
+                     structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
+                     counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero or nothing),
+                     nothing=np.int64(nothing), cleared=np.array(self._cleared, np.int64),
+                     counted_by=np.int64(counted_by), rows=np.int64(rows),
+                     places=np.array(places + self._output_places, np.int64),
+                     items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
+        return _varying(found, inputs)
+
+
+def _varying(results: Sequence[Array], inputs: Sequence[Any]) -> Sequence[Array]:
+    """The results, which differ between the devices of a shard_map as soon as an input does. Without a word of it they would
+    be taken for equal: the first device's would be returned, and gradients refused."""
+    types = [jax.typeof(x) for x in inputs] if hasattr(jax, "typeof") else []
+    axes = {axis for of in types for axis in getattr(getattr(of, "manual_axis_type", None), "varying", getattr(of, "vma", ()))}
+    if not axes:
+        return results
+    cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary
+    return [cast(x, tuple(axes)) for x in results]
 
 
 def _like(x: Any, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -245,11 +257,7 @@ def rope(x: Array, positions: Array | None = None, *, begins: Array | None = Non
 # ---- Compression --------------------------------------------------------------------------------
 
 def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int) -> dict[str, tuple[Any, ...]]:
-    unknown = set(given) - set(PHI)
-    if unknown:
-        raise refused("OPTION", "phi", f"{', '.join(sorted(unknown))}, must be of {', '.join(PHI)}")
-    if phi.upper() not in _abi.Phi.__members__:
-        raise refused("OPTION", "phi", f"{phi!r} is none of {', '.join(kind.name.lower() for kind in _abi.Phi)}")
+    check_phi(phi, sorted(given))
     width = x.shape[3]
     hidden = given["w1"].shape[1] if phi == "mlp" and "w1" in given else 0
     shapes = {"pos": (block, width), "w2": (width, hidden), "b2": (1, width),

@@ -91,6 +91,8 @@ class NativeSparseAttention(nn.Module):
         parse(self.options, nsa.Desc)
         self.desc = self._desc()
         nsa.desc_check(self.desc)
+        if rope_base is None and rope:
+            raise refused("OPTION", "rope", f"{rope}, must be None: rope_base None leaves positions out")
         self.rope_options = None if rope_base is None else options(**{"base": float(rope_base), **(rope or {})})
         nsa.Rope(**parse(self.rope_options or "", nsa.Rope))
         self.W_Q = nn.Linear(dim, heads * self.dim_k, bias=False)
@@ -239,6 +241,8 @@ class Cache:
 
     def fork(self, sequence: int, source: "Cache", source_sequence: int, length: int) -> None:
         """Makes a sequence the copy of another's first tokens, of this or another cache of the same module."""
+        if not isinstance(source, Cache):
+            raise TypeError(f"source: {type(source).__name__}, must be a Cache")
         first, second = sorted((self, source), key=id)
         with first._lock, second._lock:
             self._takes(source.dtype, "source")

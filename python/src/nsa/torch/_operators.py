@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _abi
 from .. import _pack
-from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, in_pages, key_rows, key_stride, list_heads, list_width, option,
+from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, check_phi, in_pages, key_rows, key_stride, list_heads, list_width, option,
                      problem, rope_fields, slc_count)
 from .._refused import refused
 from . import _call
@@ -203,13 +203,16 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
             return found
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
-            if True in [x is not None and _is_batched(x) for x in gradients]:
-                found = _of_each(lambda *given: differentiate(ctx, *given), gradients)
-            else:
-                found = differentiate(ctx, *gradients)
-            return None, *[found[i] for i in ctx.places]
+            return once(ctx, _ASKING, *gradients)
+
+    @once_differentiable
+    def once(ctx: Any, _: torch.Tensor, *gradients: Any) -> Any:
+        if True in [x is not None and _is_batched(x) for x in gradients]:
+            found = _of_each(lambda *given: differentiate(ctx, *given), gradients)
+        else:
+            found = differentiate(ctx, *gradients)
+        return None, *[found[i] for i in ctx.places]
 
     save, differentiate, apply = setup, backward, Function.apply
 
@@ -218,6 +221,9 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
     return recorded
 
 
+#: once_differentiable refuses a second derivative if what comes in asks for one. Here what was saved does: of a plain
+#: sum's gradients, which ask for nothing, the second derivative would be none, or zeros, in silence.
+_ASKING = torch.empty(0, requires_grad=True, device="cpu")
 _is_batched: Callable[[Any], bool] = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", lambda x: False)
 
 
@@ -436,8 +442,7 @@ def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int
     shapes = {"pos": (block, width), "w2": (width, hidden), "b2": (1, width),
               "w1": (hidden, block * width) if phi == "mlp" else (block, width),
               "b1": (1, hidden if phi == "mlp" else width)}
-    if phi not in _PHI_KINDS:
-        raise refused("OPTION", "phi", f"{phi!r} is none of {', '.join(_PHI_KINDS)}")
+    check_phi(phi, [name for name, tensor in zip(_PHI, given) if tensor is not None])
     fields = {prefix + "phi": (_PHI_KINDS[phi],), prefix + "dim": (width,), prefix + "hidden": (hidden,),
               prefix + "x": rows(x)}
     for name, tensor in zip(_PHI, given):
