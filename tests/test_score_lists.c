@@ -295,9 +295,10 @@ static void test_positions(void) {
 }
 
 /* Of equal keys the first of a block has its gradient; one that is not finite is NaN for all that
-   the block read. Two blocks of four keys, one query behind them. */
+   the block read. Two blocks of four keys, one query behind them; values, of fewer numbers, have no
+   part in it. */
 static void test_equal_keys(double dscore) {
-    enum { T = 8, D = 16, BLOCK = 4 };
+    enum { T = 8, D = 64, BLOCK = 4 };
     nsa_real *q = reals(D, 1), *k = reals(T * D, 0), *dq = reals(D, 0), *dk = reals(T * D, 0);
     nsa_real *ds = reals(2, 0);
     guarded *g = guarded_new("lists", 2 * 4, 4);
@@ -308,7 +309,7 @@ static void test_equal_keys(double dscore) {
     ds[0] = (nsa_real)dscore, ds[1] = 1;
     check_case("lists, equal keys, a gradient of %g", dscore);
     nsa_desc d = nsa_desc_default(1, T, 1, 1, D);
-    d.first = T - 1, d.count = 1;
+    d.dim_v = 1, d.first = T - 1, d.count = 1;
     d.cmp_block = d.cmp_stride = 1, d.slc_block = BLOCK, d.slc_count = 2;
     nsa_score x = {NSA_SCORE_LINEAR, NSA_POOL_MAX, {0}, {0}, {0}, {0}, {0}, 0}, dx = x;
     x.q = nsa_tensor_bthd(q, NSA_REAL_DTYPE, 1, 1, D);
@@ -323,12 +324,13 @@ static void test_equal_keys(double dscore) {
     CHECK_OK("backward", status);
     const int bad = !isfinite(dscore);
     CHECK(!isnan(dq[0]) == !bad, "dq is %g", (double)dq[0]);
-    for (int key = 0; key < T; key++) {
-        const double got = (double)dk[key * D];
+    for (int i = 0; i < T * D; i++) {
+        const int key = i / D;
+        const double got = (double)dk[i];
         if (bad && key < BLOCK)
             CHECK(isnan(got), "dk of key %d is %g, wanted NaN", key, got);
         else
-            CHECK(got == (key % BLOCK ? 0 : (double)q[0] * (double)ds[key / BLOCK]),
+            CHECK(got == (key % BLOCK ? 0 : (double)q[i % D] * (double)ds[key / BLOCK]),
                   "dk of key %d is %g", key, got);
     }
     guards_free();
