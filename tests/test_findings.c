@@ -199,6 +199,55 @@ static void test_heads_near_2_31(void) {
           "%zu bytes do not hold q", bytes);
 }
 
+/* Both ends of what NSA_ERROR_SIZE says of a descriptor's fields are taken, and one more is refused
+   by the field's name; the ends that no int passes are taken alone. */
+static void test_ends_of_ranges(void) {
+    enum { HALF = INT_MAX / 2, QUARTER = INT_MAX / 4 };
+    static const int32_t table[1] = {0};
+    nsa_desc ends[3]; /* the least; the most, without tokens; the most tokens, rows and pages */
+    for (int i = 0; i < 3; i++) ends[i] = nsa_desc_default(1, 0, 1, 1, 1);
+    nsa_desc *least = &ends[0], *most = &ends[1], *wide = &ends[2];
+    least->forced = NSA_FORCED_ON_TOP, least->slc_init = least->slc_local = 0;
+    least->cmp_block = least->cmp_stride = least->slc_block = least->slc_count = 1;
+    least->window = 1, least->pages = table, least->page_tokens = 1;
+    most->batch = most->window = INT_MAX, most->dim = most->dim_v = 576, most->threads = 65536;
+    most->heads = most->kv_heads = most->gate_heads = most->list_heads = HALF;
+    most->cmp_block = most->cmp_stride = most->slc_block = HALF;
+    most->slc_count = most->slc_init = most->slc_local = QUARTER;
+    most->forced = NSA_FORCED_ON_TOP;
+    wide->tokens = wide->count = wide->rows = INT_MAX;
+    wide->cmp_block = wide->cmp_stride = 1, wide->slc_block = HALF;
+    wide->pages = table, wide->table_width = wide->page_tokens = wide->page_count = INT_MAX;
+    for (int i = 0; i < 3; i++) {
+        check_case("ends of ranges, %d", i);
+        nsa_status s = nsa_desc_check(&ends[i]);
+        CHECK(s == NSA_OK, "%s (%s)", nsa_status_name(s), nsa_status_where(s));
+    }
+#define AT(f, end) \
+    { #f, offsetof(nsa_desc, f), end }
+    static const struct {
+        const char *name;
+        size_t at;
+        int end; /* of ends: one less than the least, or one more than the most */
+    } beyond[] = {AT(batch, 0),     AT(tokens, 0),      AT(rows, 0),        AT(heads, 0),
+                  AT(kv_heads, 0),  AT(gate_heads, 0),  AT(list_heads, 0),  AT(dim, 0),
+                  AT(dim_v, 0),     AT(cmp_block, 0),   AT(cmp_stride, 0),  AT(slc_block, 0),
+                  AT(slc_count, 0), AT(slc_init, 0),    AT(slc_local, 0),   AT(window, 0),
+                  AT(threads, 0),   AT(table_width, 0), AT(page_tokens, 0), AT(page_count, 0),
+                  AT(heads, 1),     AT(kv_heads, 1),    AT(gate_heads, 1),  AT(list_heads, 1),
+                  AT(dim, 1),       AT(dim_v, 1),       AT(cmp_block, 1),   AT(slc_block, 1),
+                  AT(slc_count, 1), AT(slc_init, 1),    AT(slc_local, 1),   AT(threads, 1)};
+#undef AT
+    for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++) {
+        nsa_desc d = ends[beyond[i].end];
+        *(int *)(void *)((char *)&d + beyond[i].at) += beyond[i].end ? 1 : -1;
+        nsa_status s = nsa_desc_check(&d);
+        check_case("%s, beyond end %d", beyond[i].name, beyond[i].end);
+        CHECK(nsa_status_kind(s) == NSA_ERROR_SIZE && !strcmp(nsa_status_where(s), beyond[i].name),
+              "%s (%s)", nsa_status_name(s), nsa_status_where(s));
+    }
+}
+
 /* A cache of zeros is what a refused nsa_cache_init leaves behind: it was divided by its heads. */
 static void test_cache_that_was_not_made(void) {
     check_case("a cache that was not made");
@@ -534,6 +583,7 @@ int main(void) {
     test_overflow_behind_the_mask();
     test_sizes_that_do_not_add_up();
     test_heads_near_2_31();
+    test_ends_of_ranges();
     test_cache_that_was_not_made();
     test_ends_of_the_ramp();
     test_positions_of_packed_sequences();
