@@ -431,6 +431,7 @@ static void begin(world *w, const geometry *g, int sequences, int threads) {
         &w->step.x.lse_cmp, &w->step.x.lse_slc, &w->step.x.lse_win, &w->step.x.blocks};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
         views[i]->batch = TOKENS * views[i]->token;
+    d.first = d.tokens, d.count = 0; /* a cache does not use them */
     size_t size = nsa_cache_size(&d, g->dtype, g->max_rewind);
     w->memory = malloc(size);
     memset(w->memory, 0xff, size); /* NaN in every format: what was not written is not read */

@@ -136,7 +136,7 @@ static const shape sizes[] = {{64, 1, 1, 0}, {16, 4, 1, 0}, {20, 3, 1, 0},
 
 int main(void) {
     static const int32_t one_waits[] = {1, 0, 1, 1};
-    static const shape wide = {MOST_HEADS, 1, 1};
+    static const shape wide = {MOST_HEADS, 1, 1, 0}, apart = {64, 4, 1, 24};
     for (int i = 0; i < COUNT(numbers); i++) numbers[i] = check_normal(1, (uint64_t)i);
     for (int i = 0; i < COUNT(queries); i++) queries[i] = check_normal(2, (uint64_t)i);
     for (int i = 0; i < COUNT(caches); i++) {
@@ -144,6 +144,7 @@ int main(void) {
         for (int j = 0; j < COUNT(sizes); j++) compare(i, sizes[j], NULL, "all finite");
     }
     compare(0, wide, NULL, "more numbers than a part has room for");
+    compare(0, apart, NULL, "blocks that are gathered, each query alone");
     compare(0, sizes[4], one_waits, "one without a token");
     queries[7 + 19 * DIM] = NAN;
     compare(0, sizes[1], NULL, "a query is NaN");
