@@ -28,12 +28,13 @@ SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Pairs: products of bf16 by plain code, which would else need units for them.
 MODES = {"plain": ["-O2"], "sanitize": ["-O1", "-DNSA__WITHOUT_AVX", *SANITIZE],
          "pairs": ["-O2", "-I", HERE / "harness", '-DNSA__BF16_BY_HAND="bf16_by_hand.h"']}
-TESTS = [*mutate.NEEDS, "row_formats", "convert_rows", "idle_threads"]
+TESTS = [*mutate.NEEDS, "row_formats", "convert_rows", "idle_threads", "findings"]
 # A test's tables, the smallest first; "" is the whole.
 TABLES = {test: ["refusals", "little", "quick"] for test in TESTS}
 TABLES.update({test: ["little", "quick", ""] for test in TESTS if "att" not in test},
               attention=["little", "quick", ""],
-              block_index=[""], row_formats=[""], convert_rows=[""], idle_threads=[""], decode=["1"], pages=["quick"])
+              decode=["1"], pages=["quick"],
+              **dict.fromkeys(["block_index", "row_formats", "convert_rows", "idle_threads", "findings"], [""]))
 
 
 class Fault(mutate.Fault):

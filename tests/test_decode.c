@@ -616,6 +616,16 @@ static void test_full(world *w, int at_once) {
     nsa_status s = nsa_decode(&w->step.x, &w->cache, 1, NULL, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "full: %d", s);
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
+    nsa_desc d = describe(w->g, SEQUENCES);
+    d.tokens = d.count = TOKENS - 1;
+    size_t size = nsa_cache_size(&d, w->g->dtype, w->g->max_rewind);
+    void *memory = malloc(size);
+    nsa_cache less;
+    s = nsa_cache_init(&less, &d, w->g->dtype, w->g->max_rewind, memory, size);
+    CHECK(s == NSA_OK, "a token less: %d", s);
+    s = nsa_cache_fork(&less, 0, &w->cache, 0, TOKENS);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "no room for its last token: %d", s);
+    free(memory);
 }
 
 static void append_some(world *w, int a, int b, int c) {
