@@ -16,7 +16,8 @@
               nsa_status_where(status));                                 \
     } while (0)
 
-enum { TOKENS = 8320, MOST_NEW = 5, MOST_HEADS = 512, DIM = 48, DIM_V = 72, MOST_BLOCKS = 64 };
+enum { TOKENS = 8320, MOST_NEW = 32, MOST_HEADS = 512, DIM = 48, DIM_V = 72, MOST_BLOCKS = 64 };
+enum { MOST_ROWS = 4 * MOST_HEADS }; /* of tokens and heads */
 
 static const struct {
     nsa_dtype dtype;
@@ -36,14 +37,14 @@ typedef struct shape {
 
 /* What a step gives. */
 typedef struct results {
-    nsa_real out[MOST_NEW * MOST_HEADS * DIM_V], lse[3][MOST_NEW * MOST_HEADS];
+    nsa_real out[MOST_ROWS * DIM_V], lse[3][MOST_ROWS];
     int32_t blocks[MOST_NEW * MOST_BLOCKS];
     nsa_reads reads[MOST_NEW];
 } results;
 
 static results alone, split;
-static nsa_real outs[3][MOST_NEW * MOST_HEADS * DIM_V];
-static double numbers[TOKENS * DIM_V + 8 + 32 * MOST_NEW], queries[MOST_NEW * MOST_HEADS * DIM];
+static nsa_real outs[3][MOST_ROWS * DIM_V];
+static double numbers[TOKENS * DIM_V + 8 + 32 * MOST_NEW], queries[MOST_ROWS * DIM];
 
 /* One row more of each sequence than are used. */
 static nsa_tensor rows_of(void *data, int count, int heads, int width) {
@@ -136,7 +137,7 @@ static const shape sizes[] = {{64, 1, 1, 0}, {16, 4, 1, 0}, {20, 3, 1, 0},
 
 int main(void) {
     static const int32_t one_waits[] = {1, 0, 1, 1};
-    static const shape wide = {MOST_HEADS, 1, 1, 0}, apart = {64, 4, 1, 24};
+    static const shape wide = {MOST_HEADS, 1, 1, 0}, apart = {64, 4, 1, 24}, many = {2, 32, 1, 0};
     for (int i = 0; i < COUNT(numbers); i++) numbers[i] = check_normal(1, (uint64_t)i);
     for (int i = 0; i < COUNT(queries); i++) queries[i] = check_normal(2, (uint64_t)i);
     for (int i = 0; i < COUNT(caches); i++) {
@@ -144,6 +145,7 @@ int main(void) {
         for (int j = 0; j < COUNT(sizes); j++) compare(i, sizes[j], NULL, "all finite");
     }
     compare(0, wide, NULL, "more numbers than a part has room for");
+    compare(0, many, NULL, "more queries than batches at hand");
     compare(0, apart, NULL, "blocks that are gathered, each query alone");
     compare(0, sizes[4], one_waits, "one without a token");
     queries[7 + 19 * DIM] = NAN;
