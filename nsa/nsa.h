@@ -7098,7 +7098,7 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
 /* The order is that of the gate's three weights. */
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-/* What the branches differ in beside their spans, which nsa__span has. */
+/* What the branches differ in beside their spans (attend_plan.h). */
 typedef struct nsa__traits {
     int uses;       /* of the descriptor's sizes of blocks: NSA__USES_CMP, NSA__USES_SLC */
     int lists;      /* a query's keys are those of a block list; tasks are large, see below */
@@ -7518,17 +7518,14 @@ NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
     return (int)nsa__min((int64_t)begin + slc_block, seen);
 }
 
-/* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
-   has a span for each listed block (Eq. 12). */
+/* slc (Eq. 12): span `number` of the keys that `query` sees, of one listed block; spans ascend.
+   Returns 0 if there is none left. */
 NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
                           int *begin, int *end) {
     const nsa__attend_plan *p = job->plan;
-    *begin = nsa__span_begin(p, query);
-    *end = nsa__span_end(job, query);
-    if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, *end);
+    *end = nsa__block_end(*begin, p->d->slc_block, nsa__span_end(job, query));
     return 1;
 }
 
@@ -7690,7 +7687,7 @@ typedef struct nsa__tile_iter {
     int *tile_query;    /* these queries, ascending */
     uint64_t *mask;     /* for each of them the keys of the tile that it sees */
     int *row;           /* the rows of a batch of them */
-    int *begin, *end;   /* of every query its one span, end 0 if it sees nothing; not for slc */
+    int *begin, *end;   /* of every query its one span, perhaps empty; not for slc */
     int *list;          /* slc: the queries of each tile, one tile after the other */
     int *list_begin;    /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
@@ -7763,16 +7760,12 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    int last = 0; /* queries behind a window's last key see none */
     for (int a = 0; a < it->queries; a++) {
-        if (job->gathers)
-            it->begin[a] = 0, it->end[a] = job->keys;
-        else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
-            it->end[a] = 0;
-        last = it->end[a] ? a : last;
+        it->begin[a] = job->gathers ? 0 : nsa__span_begin(p, it->first + a);
+        it->end[a] = job->gathers ? job->keys : nsa__span_end(job, it->first + a);
     }
-    it->tile = it->end[0] ? it->begin[0] / p->cut.tile - 1 : -1;
-    it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
+    it->tile = it->begin[0] / p->cut.tile - 1;
+    it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
@@ -10965,9 +10958,8 @@ static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     for (int i = 0; i < 3; i++)
         reads[i] = (int64_t *)nsa__alloc(&a, rows * d.kv_heads, sizeof **reads);
     memset(result, 0, (size_t)p->sequences * sizeof *result);
-    size_t used = (size_t)(a.base + a.used - (char *)scratch);
-    if (p->bytes < used) result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    if (p->bytes < used || !rows) return;
+    const size_t used = (size_t)(a.base + a.used - (char *)scratch);
+    if (!rows) return;
     for (int i = 0; i < 3; i++) memset(reads[i], 0, (size_t)(rows * d.kv_heads) * sizeof **reads);
     for (int i = 0; i < p->sequences; i++) nsa__decode_append(p, b + i, head, d.kv_heads);
     const nsa_attention one = nsa__decode_views(p->x, p->cache, b, head, p->sequences > 1);

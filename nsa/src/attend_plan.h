@@ -109,17 +109,14 @@ NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
     return (int)nsa__min((int64_t)begin + slc_block, seen);
 }
 
-/* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
-   has a span for each listed block (Eq. 12). */
+/* slc (Eq. 12): span `number` of the keys that `query` sees, of one listed block; spans ascend.
+   Returns 0 if there is none left. */
 NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
                           int *begin, int *end) {
     const nsa__attend_plan *p = job->plan;
-    *begin = nsa__span_begin(p, query);
-    *end = nsa__span_end(job, query);
-    if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, *end);
+    *end = nsa__block_end(*begin, p->d->slc_block, nsa__span_end(job, query));
     return 1;
 }
 

@@ -72,7 +72,7 @@ typedef struct nsa__tile_iter {
     int *tile_query;    /* these queries, ascending */
     uint64_t *mask;     /* for each of them the keys of the tile that it sees */
     int *row;           /* the rows of a batch of them */
-    int *begin, *end;   /* of every query its one span, end 0 if it sees nothing; not for slc */
+    int *begin, *end;   /* of every query its one span, perhaps empty; not for slc */
     int *list;          /* slc: the queries of each tile, one tile after the other */
     int *list_begin;    /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
@@ -145,16 +145,12 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    int last = 0; /* queries behind a window's last key see none */
     for (int a = 0; a < it->queries; a++) {
-        if (job->gathers)
-            it->begin[a] = 0, it->end[a] = job->keys;
-        else if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a]))
-            it->end[a] = 0;
-        last = it->end[a] ? a : last;
+        it->begin[a] = job->gathers ? 0 : nsa__span_begin(p, it->first + a);
+        it->end[a] = job->gathers ? job->keys : nsa__span_end(job, it->first + a);
     }
-    it->tile = it->end[0] ? it->begin[0] / p->cut.tile - 1 : -1;
-    it->tile_end = (int)nsa__ceil_div(it->end[last], p->cut.tile);
+    it->tile = it->begin[0] / p->cut.tile - 1;
+    it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has

@@ -10,7 +10,7 @@
 /* The order is that of the gate's three weights. */
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-/* What the branches differ in beside their spans, which nsa__span has. */
+/* What the branches differ in beside their spans (attend_plan.h). */
 typedef struct nsa__traits {
     int uses;       /* of the descriptor's sizes of blocks: NSA__USES_CMP, NSA__USES_SLC */
     int lists;      /* a query's keys are those of a block list; tasks are large, see below */
