@@ -348,6 +348,10 @@ static void test_refusals(nsa_dtype dtype) {
     refused(nsa_convert_rows(&k, &k8, 1, 1, 1, 0), NSA_ERROR_SIZE, "dim");
     refused(nsa_convert_rows(&k, &k8, 1, 1, 1, 577), NSA_ERROR_SIZE, "dim");
     CHECK(nsa_convert_rows(&k, &k8, 0, 1, 1, 576) == NSA_OK, "no rows");
+    nsa_tensor one = k;
+    one.token = 0;
+    CHECK(nsa_convert_rows(&one, &k8, 1, ROWS, 1, 16) == NSA_OK, "one row for all");
+    refused(nsa_convert_rows(&k8, &one, 1, ROWS, 1, 16), NSA_ERROR_STRIDE, "out");
     nsa_compress phi;
     memset(&phi, 0, sizeof phi);
     phi.phi = NSA_PHI_CONV, phi.dim = 16, phi.x = phi.w1 = phi.out = k8;

@@ -625,6 +625,9 @@ static void test_full(world *w, int at_once) {
     CHECK(s == NSA_OK, "a token less: %d", s);
     s = nsa_cache_fork(&less, 0, &w->cache, 0, TOKENS);
     CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "no room for its last token: %d", s);
+    s = nsa_cache_fork(&less, 0, &w->cache, 0, 0);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE || (s == NSA_OK && less.newest[0] == 0),
+          "a fork of nothing: %d, newest %d", s, less.newest[0]);
     free(memory);
 }
 

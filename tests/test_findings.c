@@ -215,6 +215,7 @@ static void test_ends_of_ranges(void) {
     most->cmp_block = most->cmp_stride = most->slc_block = HALF;
     most->slc_count = most->slc_init = most->slc_local = QUARTER;
     most->forced = NSA_FORCED_ON_TOP;
+    most->table_width = most->page_tokens = most->page_count = -1; /* of no pages */
     wide->tokens = wide->count = wide->rows = INT_MAX;
     wide->cmp_block = wide->cmp_stride = 1, wide->slc_block = HALF;
     wide->pages = table, wide->table_width = wide->page_tokens = wide->page_count = INT_MAX;
@@ -558,6 +559,18 @@ static void test_strides_without_use(void) {
     CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "win");
 }
 
+/* Queries that need no place among the keys are those of whole sequences without a mask. */
+static void test_more_queries_than_tokens(void) {
+    static const int32_t begins[] = {0, T};
+    check_case("more queries than tokens");
+    nsa_desc d = small();
+    d.mask = NSA_MASK_NONE, d.count = T + 1;
+    CHECK(nsa_desc_check(&d) == NSA_OK, "refused");
+    d.begins = begins;
+    nsa_status s = nsa_desc_check(&d);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_RANGE, "packed: %s", nsa_status_name(s));
+}
+
 /* A ragged batch has its queries from firsts, and does not look at first. */
 static void test_first_beside_firsts(void) {
     static const int32_t firsts[] = {2}, counts[] = {2};
@@ -592,6 +605,7 @@ int main(void) {
     test_fields_without_use();
     test_many_sequences();
     test_strides_without_use();
+    test_more_queries_than_tokens();
     test_first_beside_firsts();
     return check_done("test_findings");
 }
