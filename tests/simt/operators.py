@@ -28,6 +28,7 @@ for one, two in map(str.split, PAIRS):
     TWINS[two].append(one)
 ORDERS = re.compile(r" \w*(await|wait|release|skip|sync|fence|commit|arrive|start)")
 WRITTEN = re.compile(r"(?: \*)?( [\w.> -]+? )(?:[-+*/%&|^]|<<|>>)?= ") # of a statement's words
+SYMMETRIC = {"min", "max", "fminf", "fmaxf", "nsa__min", "nsa__max", "nsa__larger"}
 NO_CALL = {"if", "for", "while", "switch", "return", "sizeof", "defined", "decltype", "static_assert", "else"}
 Edit = collections.namedtuple("Edit", "name begin end text")
 
@@ -140,6 +141,8 @@ class Function:
             if word in ("(", "["):
                 return None
         words = self.words[at:i]
+        if "".join(words[:3]) == "(void)" and "(" not in words[3:]: # for a compiler that warns
+            return None
         if not words or words[0] in ("return", "break", "continue", "do", "const", "static", "typedef", "using",
                                      "goto", "case", "constexpr"):
             return None
@@ -232,7 +235,7 @@ class Function:
         given = list(self.arguments(i))
         for first, behind in given:
             yield i - 1, self.match[i] + 1, self.read(first, behind)
-        for (a, b), (c, e) in zip(given, given[1:]):
+        for (a, b), (c, e) in zip(given, given[1:]) if self.words[i - 1] not in SYMMETRIC else ():
             yield a, e, f"{self.read(c, e)}, {self.read(a, b)}"
 
     def value(self, i):
@@ -246,7 +249,7 @@ class Function:
                     or self.words[behind] in "([<" and behind in self.match and not self.gaps[behind]):
                 behind = self.match[behind] + 1 if behind in self.match else behind + 1
             spans = {(i, behind)}
-        elif self.words[i] in "([" and i in self.match:
+        elif self.words[i] in "([" and i in self.match and self.words[i - 1] != "for":
             spans = {*self.arguments(i)} | ({(i, self.match[i] + 1)} if not self.is_operand_end(i - 1) else set())
         elif self.is_binary(i):
             order = ORDER[self.words[i]]
