@@ -8121,11 +8121,16 @@ typedef struct nsa__in_place {
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
-static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
+/* What belongs to the queries, */
+static void nsa__in_place_queries(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
-    f->scores_alone = f->copies = 0;
+    memset(f, 0, sizeof *f);
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
+}
+
+/* and to the batch at hand. */
+static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
     f->rows =
@@ -8487,7 +8492,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
-    nsa__in_place_alloc(&f->in_place, p, a);
+    nsa__in_place_queries(&f->in_place, p, a);
 }
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
@@ -8627,6 +8632,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
+    nsa__in_place_alloc(&f.in_place, job->plan, &a);
     do {
         nsa__forward_begin(&f, job, nth);
         while (nsa__tile_iter_next(&f.iter, job))
@@ -8693,6 +8699,8 @@ static int nsa__split_rows(const nsa__attend_plan *p) {
 
 static void nsa__split_room_alloc(nsa__split_room *r, const nsa__attend_plan *p, nsa__arena *a) {
     const int64_t rows = (int64_t)p->cut.batch_queries * p->group;
+    nsa__arena task = {NULL, 0}; /* which has the queries */
+    nsa__in_place_queries(&r->in_place, p, &task);
     nsa__in_place_alloc(&r->in_place, p, a);
     r->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
     r->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
@@ -9877,6 +9885,7 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
         return;
     }
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
+    nsa__in_place_queries(&f->in_place, p, a);
     nsa__in_place_alloc(&f->in_place, p, a);
     f->in_place.scores_alone = 1;
     if (p->d->count > p->cut.in_place_max)

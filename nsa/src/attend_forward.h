@@ -41,7 +41,7 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
-    nsa__in_place_alloc(&f->in_place, p, a);
+    nsa__in_place_queries(&f->in_place, p, a);
 }
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
@@ -181,6 +181,7 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
+    nsa__in_place_alloc(&f.in_place, job->plan, &a);
     do {
         nsa__forward_begin(&f, job, nth);
         while (nsa__tile_iter_next(&f.iter, job))

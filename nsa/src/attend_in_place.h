@@ -42,11 +42,16 @@ typedef struct nsa__in_place {
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
 
-static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
+/* What belongs to the queries, */
+static void nsa__in_place_queries(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group;
-    f->scores_alone = f->copies = 0;
+    memset(f, 0, sizeof *f);
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
+}
+
+/* and to the batch at hand. */
+static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
     f->rows =

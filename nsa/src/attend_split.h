@@ -54,6 +54,8 @@ static int nsa__split_rows(const nsa__attend_plan *p) {
 
 static void nsa__split_room_alloc(nsa__split_room *r, const nsa__attend_plan *p, nsa__arena *a) {
     const int64_t rows = (int64_t)p->cut.batch_queries * p->group;
+    nsa__arena task = {NULL, 0}; /* which has the queries */
+    nsa__in_place_queries(&r->in_place, p, &task);
     nsa__in_place_alloc(&r->in_place, p, a);
     r->p = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * rows * p->cut.tile);
     r->shrink = nsa__alloc_reals(a, NSA__SPLIT_BATCHES * (rows + NSA__LANES));
