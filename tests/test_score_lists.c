@@ -309,7 +309,7 @@ static void test_equal_keys(double dscore) {
     ds[0] = (nsa_real)dscore, ds[1] = 1;
     check_case("lists, equal keys, a gradient of %g", dscore);
     nsa_desc d = nsa_desc_default(1, T, 1, 1, D);
-    d.dim_v = 1, d.first = T - 1, d.count = 1;
+    d.dim_v = 16, d.first = T - 1, d.count = 1;
     d.cmp_block = d.cmp_stride = 1, d.slc_block = BLOCK, d.slc_count = 2;
     nsa_score x = {NSA_SCORE_LINEAR, NSA_POOL_MAX, {0}, {0}, {0}, {0}, {0}, 0}, dx = x;
     x.q = nsa_tensor_bthd(q, NSA_REAL_DTYPE, 1, 1, D);

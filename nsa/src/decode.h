@@ -230,7 +230,8 @@ static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
         reads[i] = (int64_t *)nsa__alloc(&a, rows * d.kv_heads, sizeof **reads);
     memset(result, 0, (size_t)p->sequences * sizeof *result);
     const size_t used = (size_t)(a.base + a.used - (char *)scratch);
-    if (!rows) return;
+    if (p->bytes < used) result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    if (p->bytes < used || !rows) return;
     for (int i = 0; i < 3; i++) memset(reads[i], 0, (size_t)(rows * d.kv_heads) * sizeof **reads);
     for (int i = 0; i < p->sequences; i++) nsa__decode_append(p, b + i, head, d.kv_heads);
     const nsa_attention one = nsa__decode_views(p->x, p->cache, b, head, p->sequences > 1);
