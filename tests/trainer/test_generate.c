@@ -320,11 +320,13 @@ static void test_geometry(void) {
     ops_cpu_close(&o);
 }
 
-/* Characters that come in several tokens, and bytes that are none. */
+/* Characters that come in several tokens, and bytes that are none: also an overlong one, a
+   surrogate, and what is beyond the last. */
 static void test_printing(void) {
     static const unsigned char bytes[] = {'a',  0xc3, 0xa4, 0xe2, 0x82, 0xac, 0xff, 0xe2,
                                           0x82, 'b',  0x1b, 0xc2, 0x85, '\n', 0xf0, 0x9f,
-                                          0x98, 0x80, 0xc3, 0xc3, 0xa4, 0xe2};
+                                          0x98, 0x80, 0xe0, 0x8b, 0xa4, 0xed, 0xa0, 0x80,
+                                          0xf4, 0x90, 0x80, 0x80, 0xc3, 0xc3, 0xa4, 0xe2};
     char got[256] = "";
     check_case("printing");
     tokenizer *t = tokenizer_open(CONFIG_BYTE, "", &why);
@@ -337,7 +339,8 @@ static void test_printing(void) {
     char *text = test_read(test_path("printed"), &n);
     snprintf(got, sizeof got, "%s", text);
     CHECK(!strcmp(got, "a\xc3\xa4\xe2\x82\xac\\xff\\xe2\\x82"
-                       "b\\x1b\\xc2\\x85\n\xf0\x9f\x98\x80\\xc3\xc3\xa4\\xe2"),
+                       "b\\x1b\\xc2\\x85\n\xf0\x9f\x98\x80\\xe0\\x8b\\xa4\\xed\\xa0\\x80"
+                       "\\xf4\\x90\\x80\\x80\\xc3\xc3\xa4\\xe2"),
           "printed \"%s\"", got);
     free(text);
     tokenizer_close(t);

@@ -133,8 +133,7 @@ size_t sample_unseen(const tokenizer *t, const int32_t *prompt, size_t count) {
 
 /* ---- Writing ------------------------------------------------------------------------------- */
 
-/* Bytes of the UTF-8 character that begins with `first`, 0 where none does. Overlong forms and
-   surrogates are a terminal's own business: they do it no harm. */
+/* Bytes of the UTF-8 character that begins with `first`, 0 where none does. */
 static size_t utf8_length(unsigned char first) {
     return first < 0x80   ? 1
            : first < 0xc2 ? 0
@@ -144,11 +143,19 @@ static size_t utf8_length(unsigned char first) {
                           : 0;
 }
 
+/* Whether byte `at` of a character goes on with it. The second one's range leaves out overlong
+   forms, surrogates and what is beyond U+10FFFF (Unicode's table 3-7). */
+static bool utf8_goes_on(const unsigned char *c, size_t at) {
+    int least = at > 1 ? 0x80 : c[0] == 0xe0 ? 0xa0 : c[0] == 0xf0 ? 0x90 : 0x80;
+    int most = at > 1 ? 0xbf : c[0] == 0xed ? 0x9f : c[0] == 0xf4 ? 0x8f : 0xbf;
+    return c[at] >= least && c[at] <= most;
+}
+
 /* Takes one character, or one byte that is none, from the front; false: more bytes are needed. */
 static bool put_front(sample_printer *p) {
     unsigned char *held = p->held;
     size_t length = utf8_length(held[0]), whole = 1;
-    while (whole < length && whole < p->count && (held[whole] & 0xc0) == 0x80) whole++;
+    while (whole < length && whole < p->count && utf8_goes_on(held, whole)) whole++;
     if (whole < length && whole == p->count) return false;
     bool control =
         length == 1 && (held[0] < 0x20 || held[0] == 0x7f) && held[0] != '\n' && held[0] != '\t';
