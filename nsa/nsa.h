@@ -8978,7 +8978,7 @@ static int nsa__in_place_threads(const nsa__head_job *jobs, int64_t n, const nsa
         const nsa__attend_plan *p = jobs[i].plan;
         int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
         if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
-        keys *= nsa__whole_vectors((int)(jobs[i].seq.count * p->group));
+        keys *= nsa__ceil_div((int64_t)jobs[i].seq.count * p->group, NSA__LANES) * NSA__LANES;
         work += keys * (p->k.wide + p->v.wide);
     }
     return nsa__threads_for(team->threads, work);
