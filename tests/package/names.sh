@@ -35,7 +35,7 @@ check() {
     nm "$1" >"$dir/symbols"
     # Names that compilers make up hold a dot, so they cannot clash with anybody's.
     awk '$1 != "U" && $2 != "U" { print $NF }' "$dir/symbols" |
-        grep -vE '^(nsa_|\.|[A-Za-z_]+\.[0-9]+$)' >"$dir/leaks" || true
+        grep -vE '^nsa_|\.' >"$dir/leaks" || true
     expect_none "symbols that do not begin with nsa_ ($2)" "$dir/leaks"
     # By section, because constants with addresses are .data.rel.ro where code may lie anywhere.
     objdump -t "$1" | awk -F'\t' '{ n = split($1, left, " "); split($2, right, " ") }
@@ -61,6 +61,7 @@ vectors() {
 prefetches() {
     [[ $(uname -m) =~ ^(x86_64|aarch64)$ ]] || return 0
     objdump -d "$1" >"$dir/instructions"
+    grep -qw ret "$dir/instructions" || return 0 # clang leaves out static functions that nobody calls
     { grep -qE 'prefetch|prfm' "$dir/instructions" || echo prefetch; } >"$dir/missing"
     expect_none "instructions that are missing ($2)" "$dir/missing"
 }

@@ -17,9 +17,9 @@ fail() {
     failures=$((failures + 1))
 }
 
-# seen WORD...: what the compiler is left with when includes and macros are gone, without empty lines.
+# seen WORD...: what the compiler is left with when includes and macros are gone, without indents and empty lines.
 seen() {
-    "$cc" -std=c99 -E -P -DNSA_IMPLEMENTATION "$@" | grep -v '^ *$'
+    "$cc" -std=c99 -E -P -DNSA_IMPLEMENTATION "$@" | sed 's,^ *,,' | grep -v '^$'
 }
 
 python3 "$root/scripts/amalgamate.py" --check || fail "nsa.h is out of date"
