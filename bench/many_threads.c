@@ -111,6 +111,8 @@ static const void *note_task(intptr_t what, const void *context, int64_t index, 
     if (is_shared(what, context)) return context;
     event *e = note_begin();
     e->what = what;
+    if (what == (intptr_t)nsa__stripe_task)
+        e->what = (intptr_t)((const nsa__by_seq *)context)->item;
     e->task = (int32_t)index;
     if (is_attention(what)) e->branch = ((const nsa__head_job *)context)->plan->branch;
     return context;
@@ -406,20 +408,21 @@ static double replay_ordered(const machine *m, const event *e, size_t count) {
 
 /* What a parallel region is for; the rest is what one thread does between them. */
 static const struct {
-    nsa__task *task;
+    intptr_t what;
     const char *name;
-} names[] = {{nsa__pack_task, "pack"},
-             {nsa__forward_task, "attend"},
-             {nsa__split_work, "attend, split"},
-             {nsa__key_gradient_task, "add dk, dv"},
-             {nsa__decode_task, "sequence"},
-             {nsa__filter_task, "compress"},
-             {nsa__filter_input_gradient_task, "compress"},
-             {nsa__tokens_task, "gate"}};
+} names[] = {{(intptr_t)nsa__pack_task, "pack"},
+             {(intptr_t)nsa__forward_task, "attend"},
+             {(intptr_t)nsa__split_work, "attend, split"},
+             {(intptr_t)nsa__key_gradient_task, "add dk, dv"},
+             {(intptr_t)nsa__decode_task, "sequence"},
+             {(intptr_t)nsa__append_token, "append"},
+             {(intptr_t)nsa__filter_task, "compress"},
+             {(intptr_t)nsa__filter_input_gradient_task, "compress"},
+             {(intptr_t)nsa__gate_forward_token, "gate"}};
 
 static const char *name_of(intptr_t what) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if ((intptr_t)names[i].task == what) return names[i].name;
+        if (names[i].what == what) return names[i].name;
     return what ? "other" : "attend";
 }
 

@@ -2813,27 +2813,59 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 }
 
-/* Work that is done token by token, for the queries of one sequence after the other. */
-typedef struct nsa__by_token {
-    const nsa__seq *seq;
-    const void *job;                                          /* which sees *seq too */
-    void (*token)(const void *job, int64_t t, void *scratch); /* query t of the sequence */
-} nsa__by_token;
+/* -- tasks of all sequences -- */
+
+/* Work of which each sequence has some items: its queries, or its blocks. */
+typedef struct nsa__by_seq {
+    const nsa_desc *d;
+    const void *job;
+    int64_t (*items)(const void *job, const nsa__seq *seq); /* how many it has */
+    void (*item)(const void *job, const nsa__seq *seq, int64_t nth, void *scratch);
+    int per;         /* items of a task */
+    int64_t stripes; /* set where it is run */
+} nsa__by_seq;
+
+static int64_t nsa__all_tasks(const nsa__by_seq *by) {
+    int64_t sum = 0;
+    for (nsa__seq seq = nsa__seq_begin(by->d); seq.nth < by->d->batch; nsa__seq_next(by->d, &seq))
+        sum += nsa__ceil_div(by->items(by->job, &seq), by->per);
+    return sum;
+}
+
+/* Every stripes-th task of all sequences, from number `nth` on. */
+static void nsa__stripe_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__by_seq *by = (const nsa__by_seq *)context;
+    for (nsa__seq seq = nsa__seq_begin(by->d); seq.nth < by->d->batch; nsa__seq_next(by->d, &seq)) {
+        const int64_t items = by->items(by->job, &seq), tasks = nsa__ceil_div(items, by->per);
+        for (; nth < tasks; nth += by->stripes)
+            for (int64_t i = nth * by->per; i < nsa__min(items, (nth + 1) * by->per); i++)
+                by->item(by->job, &seq, i, scratch);
+        nth -= tasks;
+    }
+}
+
+/* One region for all sequences, because a step of decoding has little work in each. A thread gets
+   several stripes: one that has lost its core leaves some of them to others. */
+static void nsa__run_by_seq(const nsa__team *team, nsa__by_seq by) {
+    const int64_t most = team->threads > 1 ? (int64_t)4 * team->threads : 1;
+    by.stripes = nsa__min(most, nsa__all_tasks(&by));
+    nsa__run(team, by.stripes, nsa__stripe_task, &by);
+}
+
+static int64_t nsa__seq_queries(const void *job, const nsa__seq *seq) {
+    (void)job;
+    return seq->count;
+}
 
 enum { NSA__TASK_TOKENS = 16 };
 
-static void nsa__tokens_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__by_token *by = (const nsa__by_token *)context;
-    const int64_t end = nsa__min(by->seq->count, (nth + 1) * NSA__TASK_TOKENS);
-    for (int64_t t = nth * NSA__TASK_TOKENS; t < end; t++) by->token(by->job, t, scratch);
-}
-
-static void nsa__run_tokens(const nsa__team *team, const nsa_desc *d, nsa__seq *seq,
-                            void (*token)(const void *job, int64_t t, void *scratch),
+/* Work that is done token by token, for the queries of all sequences. */
+static void nsa__run_tokens(const nsa__team *team, const nsa_desc *d,
+                            void (*token)(const void *job, const nsa__seq *seq, int64_t t,
+                                          void *scratch),
                             const void *job) {
-    const nsa__by_token by = {seq, job, token};
-    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
-        nsa__run(team, nsa__ceil_div(seq->count, NSA__TASK_TOKENS), nsa__tokens_task, &by);
+    const nsa__by_seq by = {d, job, nsa__seq_queries, token, NSA__TASK_TOKENS, 0};
+    nsa__run_by_seq(team, by);
 }
 
 /* -- ordered tasks --
@@ -6121,7 +6153,6 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
 
 typedef struct nsa__rope_job {
     const nsa_rope *x, *dx; /* dx NULL: forward */
-    nsa__seq seq;
     double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
     double magnitude;
 } nsa__rope_job;
@@ -6143,24 +6174,24 @@ static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const doub
 /* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
    once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
    of 10^6 radians. */
-static void nsa__rope_token(const void *context, int64_t t, void *scratch) {
-    const nsa__rope_job *p = (const nsa__rope_job *)context;
+static void nsa__rope_token(const void *job, const nsa__seq *seq, int64_t t, void *scratch) {
+    const nsa__rope_job *p = (const nsa__rope_job *)job;
     const nsa_rope *x = p->x;
     const nsa_tensor *from = p->dx ? &p->dx->out : &x->x, *to = p->dx ? &p->dx->x : &x->out;
     double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
-    double position = (double)(p->seq.first + t);
+    double position = (double)(seq->first + t);
     nsa_real row[NSA__MAX_DIM];
     (void)scratch;
     if (x->positions.data)
-        position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
+        position = *(const int32_t *)nsa__row(&x->positions, seq->batch, seq->row + t, 0);
     for (int i = 0; i < x->dim / 2; i++) {
         cosine[i] = p->magnitude * cos(position * p->frequency[i]);
         sine[i] = p->magnitude * sin(position * p->frequency[i]);
     }
     for (int h = 0; h < x->heads; h++) {
-        nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
+        nsa__load(row, from->dtype, nsa__row(from, seq->batch, seq->row + t, h), x->dim);
         nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
-        void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
+        void *at = nsa__row(to, seq->batch, seq->row + t, h);
         if (p->dx)
             nsa__add(to->dtype, at, 1, row, x->dim);
         else
@@ -6181,7 +6212,7 @@ static nsa_status nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa
     p.x = x;
     p.dx = dx;
     nsa__rope_frequencies(x, p.frequency, &p.magnitude);
-    nsa__run_tokens(&team, d, &p.seq, nsa__rope_token, &p);
+    nsa__run_tokens(&team, d, nsa__rope_token, &p);
     return NSA_OK;
 }
 
@@ -6211,15 +6242,15 @@ typedef struct nsa__gate_job {
     const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
     const nsa_tensor
         *delta_out; /* NULL, or the chain's backward: dout . out of every row, by branch */
-    nsa__seq seq;
 } nsa__gate_job;
 
 /* out = sum_i g[i] branch[i] of all heads of a token. */
-static void nsa__gate_forward_token(const void *context, int64_t t, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
+static void nsa__gate_forward_token(const void *job, const nsa__seq *seq, int64_t t,
+                                    void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)job;
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
-    int64_t batch = p->seq.batch, at = p->seq.row + t;
+    int64_t batch = seq->batch, at = seq->row + t;
     int dim_v = d->dim_v, wide = nsa__whole_vectors(dim_v);
     nsa_real g[3], row[4][NSA__MAX_DIM];
     const nsa_real *const x[3] = {row[0], row[1], row[2]};
@@ -6239,8 +6270,8 @@ static void nsa__gate_forward_token(const void *context, int64_t t, void *scratc
 /* dg of one token and gate head, and the branches' gradients of its query heads:
    out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
    branch[i]. */
-static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
-                                    const nsa_real g[3], nsa_real dg[3]) {
+static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t batch, int64_t at,
+                                    int gate_head, const nsa_real g[3], nsa_real dg[3]) {
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
     const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
@@ -6248,58 +6279,58 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
     for (int c = d->dim_v; c < wide; c++) row[c] = dout[c] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
+        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, batch, at, h), d->dim_v);
         for (int i = 0; i < 3; i++) {
             if (p->dx->logits.data) {
-                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
-                          d->dim_v);
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], batch, at, h), d->dim_v);
                 dg[i] += nsa__dot(dout, row, wide);
             }
             if (dbranch[i]->data)
-                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
+                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], batch, at, h), g[i], dout,
                          d->dim_v);
         }
     }
 }
 
 /* The same dg from what the branches' backward leaves. */
-static void nsa__gate_add_delta(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
+static void nsa__gate_add_delta(const nsa__gate_job *p, int64_t batch, int64_t at, int gate_head,
+                                nsa_real dg[3]) {
     int sharers = p->d->heads / p->d->gate_heads;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        const nsa_real *delta = (const nsa_real *)nsa__row(p->delta_out, p->seq.batch, at, h);
+        const nsa_real *delta = (const nsa_real *)nsa__row(p->delta_out, batch, at, h);
         for (int i = 0; i < 3; i++) dg[i] += delta[i];
     }
 }
 
 /* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
    without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_token(const void *context, int64_t t, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
+static void nsa__gate_backward_token(const void *job, const nsa__seq *seq, int64_t t,
+                                     void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)job;
     const nsa_desc *d = p->d;
-    const int64_t at = p->seq.row + t;
+    const int64_t batch = seq->batch, at = seq->row + t;
     (void)scratch;
     for (int h = 0; h < d->gate_heads; h++) {
         nsa_real g[3], dg[3] = {0, 0, 0};
-        nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
+        nsa__load_gates(g, &p->x->logits, d, batch, at, h);
         nsa__gate_weights(d->gate, g);
         if (p->delta_out)
-            nsa__gate_add_delta(p, at, h, dg);
+            nsa__gate_add_delta(p, batch, at, h, dg);
         else
-            nsa__gate_backward_head(p, at, h, g, dg);
+            nsa__gate_backward_head(p, batch, at, h, g, dg);
         nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
         for (int i = 0; i < 3; i++) {
             if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
             if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
         }
-        if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+        if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, batch, at, h, dg);
     }
 }
 
-/* Runs the job for every sequence: backward if it has a dx. */
+/* Runs the job: backward if it has a dx. */
 static void nsa__gate_run(nsa__gate_job p) {
     const nsa__team team = {nsa__threads(p.d), NULL, 0};
-    nsa__run_tokens(&team, p.d, &p.seq, p.dx ? nsa__gate_backward_token : nsa__gate_forward_token,
-                    &p);
+    nsa__run_tokens(&team, p.d, p.dx ? nsa__gate_backward_token : nsa__gate_forward_token, &p);
 }
 
 /* A job without the chain's parts. */
@@ -6387,15 +6418,18 @@ static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token
 
 /* The first block to compute. If tokens have been appended, those before query `first` have their
    blocks. */
-static int nsa__compress_begin(const nsa__compress_job *p) {
-    return p->d->firsts ? nsa_cmp_count(p->d, p->seq.first) : 0;
+static int nsa__compress_begin(const nsa_desc *d, const nsa__seq *seq) {
+    return d->firsts ? nsa_cmp_count(d, seq->first) : 0;
 }
 
-/* Whether the appended tokens complete a block of any sequence. */
-static int nsa__completes_blocks(nsa__compress_job *p) {
-    for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch; nsa__seq_next(p->d, &p->seq))
-        if (nsa__compress_begin(p) < p->seq.cmp_tokens) return 1;
-    return 0;
+/* A task's own copy of the job, for the sequence and head of the task. */
+static nsa__compress_job nsa__compress_job_of(const nsa__compress_job *all, const nsa__seq *seq,
+                                              int head) {
+    nsa__compress_job p = *all;
+    p.seq = *seq;
+    p.seq.keys.ring = p.ring;
+    p.head = head;
+    return p;
 }
 
 /* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
@@ -6411,13 +6445,16 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
 }
 
 /* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
-   A sum still runs over ascending j, so its bits depend on its own block alone. */
-static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
-    nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
+   A sum still runs over ascending j, so its bits depend on its own block alone. Neighbouring tasks
+   are those of neighbouring heads, whose rows share a page. */
+static void nsa__filter_task(const void *job, const nsa__seq *seq, int64_t nth, void *scratch) {
+    const nsa__compress_job *all = (const nsa__compress_job *)job;
+    const int heads = all->d->kv_heads;
+    const nsa__compress_job of_head = nsa__compress_job_of(all, seq, (int)(nth % heads));
+    const nsa__compress_job *p = &of_head;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    p->head = (int)(nth % p->d->kv_heads);
-    int64_t begin = nsa__compress_begin(p) + nth / p->d->kv_heads * NSA__CMP_ROWS;
+    int64_t begin = nsa__compress_begin(p->d, seq) + nth / heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     nsa__load_bias(out, x->phi == NSA_PHI_CONV ? &x->b1 : &nsa__no_view, p->head,
                    (int)(end - begin), x->dim);
@@ -6546,7 +6583,7 @@ static nsa__mlp_rows nsa__mlp_hidden(const nsa__compress_job *p, int64_t nth, vo
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
     nsa__mlp_rows_alloc(&f, p, &a);
-    f.begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
+    f.begin = nsa__compress_begin(p->d, &p->seq) + nth * NSA__CMP_ROWS;
     f.n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - f.begin);
     nsa__load_bias(f.h, &p->x->b1, p->head, f.n, hidden);
     const nsa__matrix tap = {f.tap, dim, 1, NULL};
@@ -6560,8 +6597,10 @@ static nsa__mlp_rows nsa__mlp_hidden(const nsa__compress_job *p, int64_t nth, vo
 }
 
 /* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
-static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
+static void nsa__mlp_forward_task(const void *job, const nsa__seq *seq, int64_t nth,
+                                  void *scratch) {
+    const nsa__compress_job *all = (const nsa__compress_job *)job;
+    const nsa__compress_job of_seq = nsa__compress_job_of(all, seq, all->head), *p = &of_seq;
     const nsa__mlp_rows f = nsa__mlp_hidden(p, nth, scratch);
     int hidden = p->x->hidden, dim = p->x->dim;
     for (int i = 0; i < f.n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
@@ -6685,26 +6724,29 @@ static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_des
     return p;
 }
 
-/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
-   blocks that they complete are computed: see nsa__compress_begin. A filter's tasks are those of
-   all heads, because rows of neighbouring heads share a page, on as many threads as such small
-   tasks pay for. A network's weights are one head's at a time. */
+/* Tasks of up to NSA__CMP_ROWS blocks of a head and sequence. If tokens are appended, only the
+   blocks that they complete are computed. */
+static int64_t nsa__compress_tasks(const void *job, const nsa__seq *seq) {
+    const nsa_desc *d = ((const nsa__compress_job *)job)->d;
+    return nsa__ceil_div(seq->cmp_tokens - nsa__compress_begin(d, seq), NSA__CMP_ROWS);
+}
+
+static int64_t nsa__filter_tasks(const void *job, const nsa__seq *seq) {
+    return ((const nsa__compress_job *)job)->d->kv_heads * nsa__compress_tasks(job, seq);
+}
+
+/* A network's weights are one head's at a time, and not loaded where no block is complete: a step
+   of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
 static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
-    const int64_t moves = 8; /* multiply-adds in the time of one of a filter's, about */
-    int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
-    for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
-        if (mlp) nsa__mlp_load_weights(p);
-        for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch;
-             nsa__seq_next(p->d, &p->seq)) {
-            p->seq.keys.ring = p->ring;
-            int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
-            int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
-            nsa__team fewer = *team;
-            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work);
-            nsa__run(&fewer, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
-                     mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
+    const nsa__by_seq filters = {p->d, p, nsa__filter_tasks, nsa__filter_task, 1, 0};
+    const nsa__by_seq networks = {p->d, p, nsa__compress_tasks, nsa__mlp_forward_task, 1, 0};
+    if (p->x->phi != NSA_PHI_MLP)
+        nsa__run_by_seq(team, filters);
+    else if (nsa__all_tasks(&networks))
+        for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
+            nsa__mlp_load_weights(p);
+            nsa__run_by_seq(team, networks);
         }
-    }
 }
 
 /* The gradients of one sequence and head, those of the parameters into their sums. */
@@ -6797,8 +6839,6 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     nsa__compress_job p = nsa__compress_plan(x, d, dx != NULL, &shared, &scratch);
     p.dx = dx;
     p.ring = ring;
-    /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
-    if (d->firsts && !nsa__completes_blocks(&p)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
@@ -6944,26 +6984,24 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     return NSA_OK;
 }
 
-/* A call, and the sequence at hand. */
 typedef struct nsa__rank_job {
     const nsa_rank *x;
     const nsa_desc *d;
     const nsa__tiles *tiles;
-    nsa__seq seq;
 } nsa__rank_job;
 
 /* The lists of a query: of each its scores as reals, then as ordered integers. */
-static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
-    const nsa__rank_job *p = (const nsa__rank_job *)context;
+static void nsa__rank_token(const void *job, const nsa__seq *seq, int64_t t, void *scratch) {
+    const nsa__rank_job *p = (const nsa__rank_job *)job;
     const nsa_tensor *x = &p->x->scores, *blocks = &p->x->blocks;
-    const int64_t batch = p->seq.batch, row = p->seq.row + t;
-    const int query = p->seq.first + (int)t;
-    const int n = nsa__slc_candidates(p->d, p->seq.tokens, query);
+    const int64_t batch = seq->batch, row = seq->row + t;
+    const int query = seq->first + (int)t;
+    const int n = nsa__slc_candidates(p->d, seq->tokens, query);
     nsa_real *scores = (nsa_real *)scratch;
     for (int head = 0; head < nsa__list_heads(p->d); head++) {
         nsa__load(scores, x->dtype, nsa__row(x, batch, row, head), n);
         nsa__order(scores, n);
-        nsa__rank(scores, n, nsa__forced_local(p->d, p->seq.tokens, query), p->d, p->tiles,
+        nsa__rank(scores, n, nsa__forced_local(p->d, seq->tokens, query), p->d, p->tiles,
                   (int32_t *)nsa__row(blocks, batch, row, head));
     }
 }
@@ -6993,7 +7031,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     p.x = x;
     p.d = d;
     p.tiles = nsa__tiles_of(d->isa);
-    nsa__run_tokens(&team, d, &p.seq, nsa__rank_token, &p);
+    nsa__run_tokens(&team, d, nsa__rank_token, &p);
     return NSA_OK;
 }
 
@@ -9651,7 +9689,6 @@ NSA__ATTEND_ENTRY_POINTS(dense, NSA__DENSE)
 typedef struct nsa__merge_job {
     const nsa_merge *x, *dx;
     const nsa_desc *d;
-    nsa__seq seq;
 } nsa__merge_job;
 
 /* A row of a gradient that several rows of x may share, and its sum so far. */
@@ -9696,10 +9733,10 @@ static nsa_real nsa__load_real(const nsa_tensor *x, int64_t batch, int64_t row, 
 }
 
 /* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
-static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int head) {
+static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t batch, int64_t row,
+                                   int head) {
     const nsa_merge *x = job->x;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
-    int64_t batch = job->seq.batch;
     nsa_real w[2], lse, out[NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
@@ -9733,12 +9770,11 @@ static void nsa__merge_add(nsa__merge_sum *sum, const nsa_tensor *x, void *row, 
 /* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
      dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
    and the same with a and b exchanged. `sums`: NULL, or of dout_a, dout_b, dlse_a and dlse_b. */
-static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head,
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t batch, int64_t row, int head,
                                     nsa__merge_sum *sums) {
     const nsa_merge *x = job->x, *dx = job->dx;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
                      *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
-    int64_t batch = job->seq.batch;
     int dim_v = job->d->dim_v;
     nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
@@ -9766,28 +9802,28 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
 
 /* All rows of one head, whose gradients may share rows, in order: no bit depends on threads. */
 static void nsa__merge_head_task(const void *context, int64_t head, void *scratch) {
-    nsa__merge_job job = *(const nsa__merge_job *)context;
-    const nsa_tensor *to[] = {&job.dx->out_a, &job.dx->out_b, &job.dx->lse_a, &job.dx->lse_b};
+    const nsa__merge_job *job = (const nsa__merge_job *)context;
+    const nsa_tensor *to[] = {&job->dx->out_a, &job->dx->out_b, &job->dx->lse_a, &job->dx->lse_b};
     double out[2][NSA__MAX_DIM], lse[2];
     nsa__merge_sum sums[] = {{NULL, out[0]}, {NULL, out[1]}, {NULL, lse}, {NULL, lse + 1}};
     (void)scratch;
-    for (job.seq = nsa__seq_begin(job.d); job.seq.nth < job.d->batch;
-         nsa__seq_next(job.d, &job.seq))
-        for (int64_t t = 0; t < job.seq.count; t++)
-            nsa__merge_backward_row(&job, job.seq.row + t, (int)head, sums);
+    for (nsa__seq seq = nsa__seq_begin(job->d); seq.nth < job->d->batch;
+         nsa__seq_next(job->d, &seq))
+        for (int64_t t = 0; t < seq.count; t++)
+            nsa__merge_backward_row(job, seq.batch, seq.row + t, (int)head, sums);
     for (int i = 0; i < 4; i++)
-        nsa__merge_add(&sums[i], to[i], NULL, 0, NULL, i < 2 ? job.d->dim_v : 1);
+        nsa__merge_add(&sums[i], to[i], NULL, 0, NULL, i < 2 ? job->d->dim_v : 1);
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_token(const void *context, int64_t t, void *scratch) {
+static void nsa__merge_token(const void *context, const nsa__seq *seq, int64_t t, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
     (void)scratch;
     for (int h = 0; h < job->d->heads; h++) {
         if (job->dx)
-            nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
+            nsa__merge_backward_row(job, seq->batch, seq->row + t, h, NULL);
         else
-            nsa__merge_forward_row(job, job->seq.row + t, h);
+            nsa__merge_forward_row(job, seq->batch, seq->row + t, h);
     }
 }
 
@@ -9820,7 +9856,7 @@ static nsa_status nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const 
     if (shared)
         nsa__run(&team, d->heads, nsa__merge_head_task, &job);
     else
-        nsa__run_tokens(&team, d, &job.seq, nsa__merge_token, &job);
+        nsa__run_tokens(&team, d, nsa__merge_token, &job);
     return NSA_OK;
 }
 
@@ -10922,23 +10958,39 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
     return one;
 }
 
-/* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
-   */
-static void nsa__decode_append(const nsa__decode_job *p, int b, int head, int kv_heads) {
+/* The new rows of kv heads from `head` on, of sequences from b on. */
+typedef struct nsa__append_job {
     nsa__cache_part parts[NSA__PARTS];
     nsa_tensor inputs[NSA__INPUTS];
+    int b, head, kv_heads;
+} nsa__append_job;
+
+/* Converts a token's rows to the cache's dtype and stores them, in the ring or behind the last. */
+static void nsa__append_token(const void *job, const nsa__seq *seq, int64_t t, void *scratch) {
+    const nsa__append_job *p = (const nsa__append_job *)job;
+    const int64_t b = p->b + seq->nth, token = seq->first + t;
     nsa_real row[NSA__MAX_DIM];
-    nsa__cache_parts(p->cache, parts);
-    nsa__cache_inputs(p->x, inputs);
-    for (int i = 0; i < NSA__INPUTS; i++)
-        for (int t = 0; t < p->counts[b]; t++)
-            for (int h = head; h < head + kv_heads; h++) {
-                int64_t at = p->cache->lengths[b] + t;
-                if (parts[i].ring) at %= parts[i].ring;
-                nsa__load(row, inputs[i].dtype, nsa__row(&inputs[i], b, t, h), parts[i].width);
-                nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
-                           parts[i].width);
-            }
+    (void)scratch;
+    for (int i = 0; i < NSA__INPUTS; i++) {
+        const nsa__cache_part *part = &p->parts[i];
+        const nsa_tensor *from = &p->inputs[i];
+        const int64_t at = part->ring ? token % part->ring : token;
+        for (int h = p->head; h < p->head + p->kv_heads; h++) {
+            nsa__load(row, from->dtype, nsa__row(from, b, t, h), part->width);
+            nsa__store(part->rows->dtype, nsa__row(part->rows, b, at, h), row, part->width);
+        }
+    }
+}
+
+static void nsa__decode_append(const nsa__decode_job *p, const nsa_desc *d, int b, int head) {
+    const nsa__team team = {nsa__threads(d), NULL, 0};
+    nsa__append_job job;
+    job.b = b;
+    job.head = head;
+    job.kv_heads = d->kv_heads;
+    nsa__cache_parts(p->cache, job.parts);
+    nsa__cache_inputs(p->x, job.inputs);
+    nsa__run_tokens(&team, d, nsa__append_token, &job);
 }
 
 /* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
@@ -10971,7 +11023,7 @@ static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     if (p->bytes < used) result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     if (p->bytes < used || !rows) return;
     for (int i = 0; i < 3; i++) memset(reads[i], 0, (size_t)(rows * d.kv_heads) * sizeof **reads);
-    for (int i = 0; i < p->sequences; i++) nsa__decode_append(p, b + i, head, d.kv_heads);
+    nsa__decode_append(p, &d, b, head);
     const nsa_attention one = nsa__decode_views(p->x, p->cache, b, head, p->sequences > 1);
     result->status =
         nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);

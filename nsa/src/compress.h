@@ -57,15 +57,18 @@ static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token
 
 /* The first block to compute. If tokens have been appended, those before query `first` have their
    blocks. */
-static int nsa__compress_begin(const nsa__compress_job *p) {
-    return p->d->firsts ? nsa_cmp_count(p->d, p->seq.first) : 0;
+static int nsa__compress_begin(const nsa_desc *d, const nsa__seq *seq) {
+    return d->firsts ? nsa_cmp_count(d, seq->first) : 0;
 }
 
-/* Whether the appended tokens complete a block of any sequence. */
-static int nsa__completes_blocks(nsa__compress_job *p) {
-    for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch; nsa__seq_next(p->d, &p->seq))
-        if (nsa__compress_begin(p) < p->seq.cmp_tokens) return 1;
-    return 0;
+/* A task's own copy of the job, for the sequence and head of the task. */
+static nsa__compress_job nsa__compress_job_of(const nsa__compress_job *all, const nsa__seq *seq,
+                                              int head) {
+    nsa__compress_job p = *all;
+    p.seq = *seq;
+    p.seq.keys.ring = p.ring;
+    p.head = head;
+    return p;
 }
 
 /* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
@@ -81,13 +84,16 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
 }
 
 /* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
-   A sum still runs over ascending j, so its bits depend on its own block alone. */
-static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
-    nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
+   A sum still runs over ascending j, so its bits depend on its own block alone. Neighbouring tasks
+   are those of neighbouring heads, whose rows share a page. */
+static void nsa__filter_task(const void *job, const nsa__seq *seq, int64_t nth, void *scratch) {
+    const nsa__compress_job *all = (const nsa__compress_job *)job;
+    const int heads = all->d->kv_heads;
+    const nsa__compress_job of_head = nsa__compress_job_of(all, seq, (int)(nth % heads));
+    const nsa__compress_job *p = &of_head;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    p->head = (int)(nth % p->d->kv_heads);
-    int64_t begin = nsa__compress_begin(p) + nth / p->d->kv_heads * NSA__CMP_ROWS;
+    int64_t begin = nsa__compress_begin(p->d, seq) + nth / heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     nsa__load_bias(out, x->phi == NSA_PHI_CONV ? &x->b1 : &nsa__no_view, p->head,
                    (int)(end - begin), x->dim);
@@ -216,7 +222,7 @@ static nsa__mlp_rows nsa__mlp_hidden(const nsa__compress_job *p, int64_t nth, vo
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
     nsa__mlp_rows_alloc(&f, p, &a);
-    f.begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
+    f.begin = nsa__compress_begin(p->d, &p->seq) + nth * NSA__CMP_ROWS;
     f.n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - f.begin);
     nsa__load_bias(f.h, &p->x->b1, p->head, f.n, hidden);
     const nsa__matrix tap = {f.tap, dim, 1, NULL};
@@ -230,8 +236,10 @@ static nsa__mlp_rows nsa__mlp_hidden(const nsa__compress_job *p, int64_t nth, vo
 }
 
 /* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
-static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
+static void nsa__mlp_forward_task(const void *job, const nsa__seq *seq, int64_t nth,
+                                  void *scratch) {
+    const nsa__compress_job *all = (const nsa__compress_job *)job;
+    const nsa__compress_job of_seq = nsa__compress_job_of(all, seq, all->head), *p = &of_seq;
     const nsa__mlp_rows f = nsa__mlp_hidden(p, nth, scratch);
     int hidden = p->x->hidden, dim = p->x->dim;
     for (int i = 0; i < f.n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
@@ -355,26 +363,29 @@ static nsa__compress_job nsa__compress_plan(const nsa_compress *x, const nsa_des
     return p;
 }
 
-/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
-   blocks that they complete are computed: see nsa__compress_begin. A filter's tasks are those of
-   all heads, because rows of neighbouring heads share a page, on as many threads as such small
-   tasks pay for. A network's weights are one head's at a time. */
+/* Tasks of up to NSA__CMP_ROWS blocks of a head and sequence. If tokens are appended, only the
+   blocks that they complete are computed. */
+static int64_t nsa__compress_tasks(const void *job, const nsa__seq *seq) {
+    const nsa_desc *d = ((const nsa__compress_job *)job)->d;
+    return nsa__ceil_div(seq->cmp_tokens - nsa__compress_begin(d, seq), NSA__CMP_ROWS);
+}
+
+static int64_t nsa__filter_tasks(const void *job, const nsa__seq *seq) {
+    return ((const nsa__compress_job *)job)->d->kv_heads * nsa__compress_tasks(job, seq);
+}
+
+/* A network's weights are one head's at a time, and not loaded where no block is complete: a step
+   of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
 static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
-    const int64_t moves = 8; /* multiply-adds in the time of one of a filter's, about */
-    int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
-    for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
-        if (mlp) nsa__mlp_load_weights(p);
-        for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch;
-             nsa__seq_next(p->d, &p->seq)) {
-            p->seq.keys.ring = p->ring;
-            int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
-            int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
-            nsa__team fewer = *team;
-            if (!mlp) fewer.threads = nsa__threads_for(team->threads, work);
-            nsa__run(&fewer, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
-                     mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
+    const nsa__by_seq filters = {p->d, p, nsa__filter_tasks, nsa__filter_task, 1, 0};
+    const nsa__by_seq networks = {p->d, p, nsa__compress_tasks, nsa__mlp_forward_task, 1, 0};
+    if (p->x->phi != NSA_PHI_MLP)
+        nsa__run_by_seq(team, filters);
+    else if (nsa__all_tasks(&networks))
+        for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
+            nsa__mlp_load_weights(p);
+            nsa__run_by_seq(team, networks);
         }
-    }
 }
 
 /* The gradients of one sequence and head, those of the parameters into their sums. */
@@ -467,8 +478,6 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     nsa__compress_job p = nsa__compress_plan(x, d, dx != NULL, &shared, &scratch);
     p.dx = dx;
     p.ring = ring;
-    /* A step of decoding has the earlier rows in its cache, so a token costs 1 / d of one. */
-    if (d->firsts && !nsa__completes_blocks(&p)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;

@@ -184,23 +184,39 @@ static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *
     return one;
 }
 
-/* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
-   */
-static void nsa__decode_append(const nsa__decode_job *p, int b, int head, int kv_heads) {
+/* The new rows of kv heads from `head` on, of sequences from b on. */
+typedef struct nsa__append_job {
     nsa__cache_part parts[NSA__PARTS];
     nsa_tensor inputs[NSA__INPUTS];
+    int b, head, kv_heads;
+} nsa__append_job;
+
+/* Converts a token's rows to the cache's dtype and stores them, in the ring or behind the last. */
+static void nsa__append_token(const void *job, const nsa__seq *seq, int64_t t, void *scratch) {
+    const nsa__append_job *p = (const nsa__append_job *)job;
+    const int64_t b = p->b + seq->nth, token = seq->first + t;
     nsa_real row[NSA__MAX_DIM];
-    nsa__cache_parts(p->cache, parts);
-    nsa__cache_inputs(p->x, inputs);
-    for (int i = 0; i < NSA__INPUTS; i++)
-        for (int t = 0; t < p->counts[b]; t++)
-            for (int h = head; h < head + kv_heads; h++) {
-                int64_t at = p->cache->lengths[b] + t;
-                if (parts[i].ring) at %= parts[i].ring;
-                nsa__load(row, inputs[i].dtype, nsa__row(&inputs[i], b, t, h), parts[i].width);
-                nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
-                           parts[i].width);
-            }
+    (void)scratch;
+    for (int i = 0; i < NSA__INPUTS; i++) {
+        const nsa__cache_part *part = &p->parts[i];
+        const nsa_tensor *from = &p->inputs[i];
+        const int64_t at = part->ring ? token % part->ring : token;
+        for (int h = p->head; h < p->head + p->kv_heads; h++) {
+            nsa__load(row, from->dtype, nsa__row(from, b, t, h), part->width);
+            nsa__store(part->rows->dtype, nsa__row(part->rows, b, at, h), row, part->width);
+        }
+    }
+}
+
+static void nsa__decode_append(const nsa__decode_job *p, const nsa_desc *d, int b, int head) {
+    const nsa__team team = {nsa__threads(d), NULL, 0};
+    nsa__append_job job;
+    job.b = b;
+    job.head = head;
+    job.kv_heads = d->kv_heads;
+    nsa__cache_parts(p->cache, job.parts);
+    nsa__cache_inputs(p->x, job.inputs);
+    nsa__run_tokens(&team, d, nsa__append_token, &job);
 }
 
 /* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
@@ -233,7 +249,7 @@ static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     if (p->bytes < used) result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     if (p->bytes < used || !rows) return;
     for (int i = 0; i < 3; i++) memset(reads[i], 0, (size_t)(rows * d.kv_heads) * sizeof **reads);
-    for (int i = 0; i < p->sequences; i++) nsa__decode_append(p, b + i, head, d.kv_heads);
+    nsa__decode_append(p, &d, b, head);
     const nsa_attention one = nsa__decode_views(p->x, p->cache, b, head, p->sequences > 1);
     result->status =
         nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);

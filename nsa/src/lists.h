@@ -103,26 +103,24 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     return NSA_OK;
 }
 
-/* A call, and the sequence at hand. */
 typedef struct nsa__rank_job {
     const nsa_rank *x;
     const nsa_desc *d;
     const nsa__tiles *tiles;
-    nsa__seq seq;
 } nsa__rank_job;
 
 /* The lists of a query: of each its scores as reals, then as ordered integers. */
-static void nsa__rank_token(const void *context, int64_t t, void *scratch) {
-    const nsa__rank_job *p = (const nsa__rank_job *)context;
+static void nsa__rank_token(const void *job, const nsa__seq *seq, int64_t t, void *scratch) {
+    const nsa__rank_job *p = (const nsa__rank_job *)job;
     const nsa_tensor *x = &p->x->scores, *blocks = &p->x->blocks;
-    const int64_t batch = p->seq.batch, row = p->seq.row + t;
-    const int query = p->seq.first + (int)t;
-    const int n = nsa__slc_candidates(p->d, p->seq.tokens, query);
+    const int64_t batch = seq->batch, row = seq->row + t;
+    const int query = seq->first + (int)t;
+    const int n = nsa__slc_candidates(p->d, seq->tokens, query);
     nsa_real *scores = (nsa_real *)scratch;
     for (int head = 0; head < nsa__list_heads(p->d); head++) {
         nsa__load(scores, x->dtype, nsa__row(x, batch, row, head), n);
         nsa__order(scores, n);
-        nsa__rank(scores, n, nsa__forced_local(p->d, p->seq.tokens, query), p->d, p->tiles,
+        nsa__rank(scores, n, nsa__forced_local(p->d, seq->tokens, query), p->d, p->tiles,
                   (int32_t *)nsa__row(blocks, batch, row, head));
     }
 }
@@ -152,7 +150,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     p.x = x;
     p.d = d;
     p.tiles = nsa__tiles_of(d->isa);
-    nsa__run_tokens(&team, d, &p.seq, nsa__rank_token, &p);
+    nsa__run_tokens(&team, d, nsa__rank_token, &p);
     return NSA_OK;
 }
 

@@ -6,7 +6,6 @@
 typedef struct nsa__merge_job {
     const nsa_merge *x, *dx;
     const nsa_desc *d;
-    nsa__seq seq;
 } nsa__merge_job;
 
 /* A row of a gradient that several rows of x may share, and its sum so far. */
@@ -51,10 +50,10 @@ static nsa_real nsa__load_real(const nsa_tensor *x, int64_t batch, int64_t row, 
 }
 
 /* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
-static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int head) {
+static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t batch, int64_t row,
+                                   int head) {
     const nsa_merge *x = job->x;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
-    int64_t batch = job->seq.batch;
     nsa_real w[2], lse, out[NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
@@ -88,12 +87,11 @@ static void nsa__merge_add(nsa__merge_sum *sum, const nsa_tensor *x, void *row, 
 /* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
      dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
    and the same with a and b exchanged. `sums`: NULL, or of dout_a, dout_b, dlse_a and dlse_b. */
-static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head,
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t batch, int64_t row, int head,
                                     nsa__merge_sum *sums) {
     const nsa_merge *x = job->x, *dx = job->dx;
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
                      *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
-    int64_t batch = job->seq.batch;
     int dim_v = job->d->dim_v;
     nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM];
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
@@ -121,28 +119,28 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
 
 /* All rows of one head, whose gradients may share rows, in order: no bit depends on threads. */
 static void nsa__merge_head_task(const void *context, int64_t head, void *scratch) {
-    nsa__merge_job job = *(const nsa__merge_job *)context;
-    const nsa_tensor *to[] = {&job.dx->out_a, &job.dx->out_b, &job.dx->lse_a, &job.dx->lse_b};
+    const nsa__merge_job *job = (const nsa__merge_job *)context;
+    const nsa_tensor *to[] = {&job->dx->out_a, &job->dx->out_b, &job->dx->lse_a, &job->dx->lse_b};
     double out[2][NSA__MAX_DIM], lse[2];
     nsa__merge_sum sums[] = {{NULL, out[0]}, {NULL, out[1]}, {NULL, lse}, {NULL, lse + 1}};
     (void)scratch;
-    for (job.seq = nsa__seq_begin(job.d); job.seq.nth < job.d->batch;
-         nsa__seq_next(job.d, &job.seq))
-        for (int64_t t = 0; t < job.seq.count; t++)
-            nsa__merge_backward_row(&job, job.seq.row + t, (int)head, sums);
+    for (nsa__seq seq = nsa__seq_begin(job->d); seq.nth < job->d->batch;
+         nsa__seq_next(job->d, &seq))
+        for (int64_t t = 0; t < seq.count; t++)
+            nsa__merge_backward_row(job, seq.batch, seq.row + t, (int)head, sums);
     for (int i = 0; i < 4; i++)
-        nsa__merge_add(&sums[i], to[i], NULL, 0, NULL, i < 2 ? job.d->dim_v : 1);
+        nsa__merge_add(&sums[i], to[i], NULL, 0, NULL, i < 2 ? job->d->dim_v : 1);
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_token(const void *context, int64_t t, void *scratch) {
+static void nsa__merge_token(const void *context, const nsa__seq *seq, int64_t t, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
     (void)scratch;
     for (int h = 0; h < job->d->heads; h++) {
         if (job->dx)
-            nsa__merge_backward_row(job, job->seq.row + t, h, NULL);
+            nsa__merge_backward_row(job, seq->batch, seq->row + t, h, NULL);
         else
-            nsa__merge_forward_row(job, job->seq.row + t, h);
+            nsa__merge_forward_row(job, seq->batch, seq->row + t, h);
     }
 }
 
@@ -175,7 +173,7 @@ static nsa_status nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const 
     if (shared)
         nsa__run(&team, d->heads, nsa__merge_head_task, &job);
     else
-        nsa__run_tokens(&team, d, &job.seq, nsa__merge_token, &job);
+        nsa__run_tokens(&team, d, nsa__merge_token, &job);
     return NSA_OK;
 }
 

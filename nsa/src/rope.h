@@ -5,7 +5,6 @@
 
 typedef struct nsa__rope_job {
     const nsa_rope *x, *dx; /* dx NULL: forward */
-    nsa__seq seq;
     double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
     double magnitude;
 } nsa__rope_job;
@@ -27,24 +26,24 @@ static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const doub
 /* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
    once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
    of 10^6 radians. */
-static void nsa__rope_token(const void *context, int64_t t, void *scratch) {
-    const nsa__rope_job *p = (const nsa__rope_job *)context;
+static void nsa__rope_token(const void *job, const nsa__seq *seq, int64_t t, void *scratch) {
+    const nsa__rope_job *p = (const nsa__rope_job *)job;
     const nsa_rope *x = p->x;
     const nsa_tensor *from = p->dx ? &p->dx->out : &x->x, *to = p->dx ? &p->dx->x : &x->out;
     double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
-    double position = (double)(p->seq.first + t);
+    double position = (double)(seq->first + t);
     nsa_real row[NSA__MAX_DIM];
     (void)scratch;
     if (x->positions.data)
-        position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
+        position = *(const int32_t *)nsa__row(&x->positions, seq->batch, seq->row + t, 0);
     for (int i = 0; i < x->dim / 2; i++) {
         cosine[i] = p->magnitude * cos(position * p->frequency[i]);
         sine[i] = p->magnitude * sin(position * p->frequency[i]);
     }
     for (int h = 0; h < x->heads; h++) {
-        nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
+        nsa__load(row, from->dtype, nsa__row(from, seq->batch, seq->row + t, h), x->dim);
         nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
-        void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
+        void *at = nsa__row(to, seq->batch, seq->row + t, h);
         if (p->dx)
             nsa__add(to->dtype, at, 1, row, x->dim);
         else
@@ -65,7 +64,7 @@ static nsa_status nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa
     p.x = x;
     p.dx = dx;
     nsa__rope_frequencies(x, p.frequency, &p.magnitude);
-    nsa__run_tokens(&team, d, &p.seq, nsa__rope_token, &p);
+    nsa__run_tokens(&team, d, nsa__rope_token, &p);
     return NSA_OK;
 }
 

@@ -43,27 +43,59 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 }
 
-/* Work that is done token by token, for the queries of one sequence after the other. */
-typedef struct nsa__by_token {
-    const nsa__seq *seq;
-    const void *job;                                          /* which sees *seq too */
-    void (*token)(const void *job, int64_t t, void *scratch); /* query t of the sequence */
-} nsa__by_token;
+/* -- tasks of all sequences -- */
+
+/* Work of which each sequence has some items: its queries, or its blocks. */
+typedef struct nsa__by_seq {
+    const nsa_desc *d;
+    const void *job;
+    int64_t (*items)(const void *job, const nsa__seq *seq); /* how many it has */
+    void (*item)(const void *job, const nsa__seq *seq, int64_t nth, void *scratch);
+    int per;         /* items of a task */
+    int64_t stripes; /* set where it is run */
+} nsa__by_seq;
+
+static int64_t nsa__all_tasks(const nsa__by_seq *by) {
+    int64_t sum = 0;
+    for (nsa__seq seq = nsa__seq_begin(by->d); seq.nth < by->d->batch; nsa__seq_next(by->d, &seq))
+        sum += nsa__ceil_div(by->items(by->job, &seq), by->per);
+    return sum;
+}
+
+/* Every stripes-th task of all sequences, from number `nth` on. */
+static void nsa__stripe_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__by_seq *by = (const nsa__by_seq *)context;
+    for (nsa__seq seq = nsa__seq_begin(by->d); seq.nth < by->d->batch; nsa__seq_next(by->d, &seq)) {
+        const int64_t items = by->items(by->job, &seq), tasks = nsa__ceil_div(items, by->per);
+        for (; nth < tasks; nth += by->stripes)
+            for (int64_t i = nth * by->per; i < nsa__min(items, (nth + 1) * by->per); i++)
+                by->item(by->job, &seq, i, scratch);
+        nth -= tasks;
+    }
+}
+
+/* One region for all sequences, because a step of decoding has little work in each. A thread gets
+   several stripes: one that has lost its core leaves some of them to others. */
+static void nsa__run_by_seq(const nsa__team *team, nsa__by_seq by) {
+    const int64_t most = team->threads > 1 ? (int64_t)4 * team->threads : 1;
+    by.stripes = nsa__min(most, nsa__all_tasks(&by));
+    nsa__run(team, by.stripes, nsa__stripe_task, &by);
+}
+
+static int64_t nsa__seq_queries(const void *job, const nsa__seq *seq) {
+    (void)job;
+    return seq->count;
+}
 
 enum { NSA__TASK_TOKENS = 16 };
 
-static void nsa__tokens_task(const void *context, int64_t nth, void *scratch) {
-    const nsa__by_token *by = (const nsa__by_token *)context;
-    const int64_t end = nsa__min(by->seq->count, (nth + 1) * NSA__TASK_TOKENS);
-    for (int64_t t = nth * NSA__TASK_TOKENS; t < end; t++) by->token(by->job, t, scratch);
-}
-
-static void nsa__run_tokens(const nsa__team *team, const nsa_desc *d, nsa__seq *seq,
-                            void (*token)(const void *job, int64_t t, void *scratch),
+/* Work that is done token by token, for the queries of all sequences. */
+static void nsa__run_tokens(const nsa__team *team, const nsa_desc *d,
+                            void (*token)(const void *job, const nsa__seq *seq, int64_t t,
+                                          void *scratch),
                             const void *job) {
-    const nsa__by_token by = {seq, job, token};
-    for (*seq = nsa__seq_begin(d); seq->nth < d->batch; nsa__seq_next(d, seq))
-        nsa__run(team, nsa__ceil_div(seq->count, NSA__TASK_TOKENS), nsa__tokens_task, &by);
+    const nsa__by_seq by = {d, job, nsa__seq_queries, token, NSA__TASK_TOKENS, 0};
+    nsa__run_by_seq(team, by);
 }
 
 /* -- ordered tasks --
