@@ -55,16 +55,21 @@ static double cpu_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Room for events, written to once: a page's first use takes as long as a small task. */
+static void record_grow(record *r) {
+    const size_t more = r->room ? r->room : 4096;
+    r->events = (event *)realloc(r->events, (r->room + more) * sizeof *r->events);
+    if (!r->events) exit((perror("many_threads"), 1));
+    memset(r->events + r->room, 0, more * sizeof *r->events);
+    r->room += more;
+}
+
 /* What a task runs within it is part of it: it notes no event of its own. */
 static event *note_begin(void) {
     static event inner;
     record *r = &recording;
     if (r->depth++) return &inner;
-    if (r->count == r->room) {
-        r->room = r->room ? 2 * r->room : 4096;
-        r->events = (event *)realloc(r->events, r->room * sizeof *r->events);
-        if (!r->events) exit((perror("many_threads"), 1));
-    }
+    if (r->count == r->room) record_grow(r);
     event *e = &r->events[r->count++];
     memset(e, 0, sizeof *e);
     e->seconds = cpu_seconds();
@@ -132,8 +137,10 @@ static void *note_step(const void *ordered, void *slot) {
     return slot;
 }
 
+/* Behind split tasks there is no event: their threads have only seen that all have ended. */
 static int note_end(int done) {
     event *e = &recording.events[recording.count - 1];
+    if (!recording.depth) recording.last = cpu_seconds();
     if (!recording.depth || --recording.depth) return done;
     recording.last = cpu_seconds();
     e->seconds = recording.last - e->seconds;
@@ -148,6 +155,7 @@ static record record_run(run *f, problem *p) {
     memset(&best, 0, sizeof best);
     for (int i = 0; i < ROUNDS; i++) {
         memset(&recording, 0, sizeof recording);
+        record_grow(&recording);
         recording.last = cpu_seconds();
         nsa_status s = f(p);
         if (s != NSA_OK || (i && best.count != recording.count)) {

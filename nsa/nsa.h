@@ -8380,10 +8380,10 @@ static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale */
+    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale; then
+                          in the first row of a query p_cmp, summed over the group's heads */
     int64_t stride;    /* of a row of s: whole tiles and one vector */
     nsa_real *stencil; /* weights of Eq. 9 around a selection block */
-    nsa_real *p_cmp;   /* of one query and compressed block: summed over the group's heads */
     nsa_real *scores;  /* of one query and selection block: p_slc */
 } nsa__scoring;
 
@@ -8401,7 +8401,6 @@ static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__
     f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
     f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
     f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
-    f->p_cmp = nsa__alloc_reals(a, f->stride);
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
 }
 
@@ -8416,9 +8415,10 @@ static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
-NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query) {
+NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query,
+                                      const nsa_real *p_cmp) {
     const nsa_desc *d = job->plan->d;
-    const nsa_real *p_cmp = f->p_cmp, *stencil = f->stencil;
+    const nsa_real *stencil = f->stencil;
     nsa_real *scores = f->scores;
     int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
@@ -8465,30 +8465,46 @@ static void nsa__store_list(const nsa__head_job *job, int query, nsa_real *score
               (int32_t *)nsa__list_row(job, &to->blocks, query));
 }
 
-/* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
-   list of equal scores, because its real scores are NaN and a list must still be valid. */
-static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                                const nsa__scoring *f, const nsa_real *lse,
-                                const unsigned char *nonfinite_rows) {
+/* p_cmp of n keys of every query of a task, from `key` on. */
+static void nsa__select_keys(const nsa__head_job *job, const nsa__tile_iter *it,
+                             const nsa__scoring *f, const nsa_real *lse, int key, int n) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *p_cmp = &p->select->p_cmp;
+    for (int a = 0; a < it->queries; a++) {
+        const int visible = nsa__cmp_visible(p->d, job->seq.tokens, it->first + a);
+        const int end = (int)nsa__min((int64_t)key + n, nsa__whole_vectors(visible));
+        nsa_real *s = f->s + (ptrdiff_t)a * p->group * f->stride + key;
+        p->tiles->probability(p->group, end - key, (ptrdiff_t)f->stride,
+                              lse + (ptrdiff_t)a * p->group, s, s);
+    }
+}
+
+/* Scores and list of every query of a task, from p_cmp. A query that read a non-finite number gets
+   the list of equal scores, because its real scores are NaN and a list must still be valid. */
+static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                                const nsa__scoring *f, const unsigned char *nonfinite_rows) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *to = &p->select->p_cmp;
     int group = p->group;
     nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
         int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
-        p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
-                              lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
-                              f->p_cmp);
-        nsa__scores(f, job, query);
+        const nsa_real *p_cmp = f->s + (ptrdiff_t)a * group * f->stride;
+        nsa__scores(f, job, query, p_cmp);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        if (p_cmp->data)
-            nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
+        if (to->data)
+            nsa__store_reals(nsa__list_row(job, to, query), p_cmp, nonfinite ? 0 : visible,
                              nsa_cmp_count(p->d, p->d->tokens), 0);
         nsa__store_list(job, query, f->scores);
     }
+}
+
+static void nsa__select(const nsa__head_job *job, const nsa__tile_iter *it, const nsa__scoring *f,
+                        const nsa_real *lse, const unsigned char *nonfinite_rows) {
+    nsa__select_keys(job, it, f, lse, 0, INT_MAX);
+    nsa__select_queries(job, it, f, nonfinite_rows);
 }
 
 /* ---- Attention: forward ----------------------------------------------------------------------
@@ -8636,7 +8652,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
-static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
+static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int rows = f->iter.queries * p->group;
     nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
@@ -8645,7 +8661,6 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
         nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
-    if (p->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in
@@ -8680,7 +8695,8 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
                 i += b.queries;
             }
     } while (nsa__forward_repeats(&f, job));
-    nsa__forward_end(&f, job);
+    nsa__forward_rows(&f, job);
+    if (job->plan->select) nsa__select(job, &f.iter, &f.scoring, f.m, f.nonfinite);
 }
 
 /* ---- Attention: one task by several threads -----------------------------------------------------
@@ -8693,7 +8709,8 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
      softmax: in turn, because it goes on from the maximum and the sum before
      sums:    p v of each batch alone
      joined:  in turn, out = p v + shrink out
-   Each number is the same sum in the same order as nsa__forward_task computes it alone.
+   Where lists are selected, the last parts are keys of p_cmp. Each number is the same sum in the
+   same order as nsa__forward_task computes it alone.
    All tasks of a call are in one parallel region. A thread looks for a part of any of them. Where
    all parts at hand have been joined, the thread that sees it takes the next batches in hand, or
    ends the task, while the others work at other tasks: win's batches fill the time in which one
@@ -8715,6 +8732,7 @@ typedef struct nsa__split {
     int32_t taken, parts;      /* of the batches at hand: parts that have been taken, and all */
     int32_t scored;            /* parts whose softmax is done */
     int32_t joined;            /* parts that are in out */
+    int selects;               /* 1: parts are keys of p_cmp */
     const nsa__head_job *job;  /* NULL: not begun */
     const nsa__head_job *then; /* the job to begin next */
     nsa__head_job own;         /* the job of one query, whose keys are gathered */
@@ -8754,9 +8772,6 @@ static void nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__aren
     nsa__alloc(a, 1, sizeof *s);
     nsa__forward_alloc(&s->f, p, a);
     s->most = (int)(masks / nsa__split_queries(p));
-    s->at_once =
-        (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p));
-    s->at_once = (int)nsa__max(1, s->at_once);
     s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
     s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
     s->ascending = (int *)nsa__alloc(a, rows, sizeof *s->ascending);
@@ -8793,10 +8808,18 @@ static void nsa__split_begin(nsa__split *s) {
     nsa__split_restart(s);
 }
 
-/* Takes the next batches in hand. The last of a part prefetches the keys of the part that its
-   thread is likely to take next, if so many others work at the task. */
-static void nsa__split_next(nsa__split *s, int others) {
-    const int apart = others * s->at_once;
+/* What is at hand now, as so many parts. */
+static void nsa__split_offer(nsa__split *s, int64_t parts) {
+    s->taken = s->scored = s->joined = 0;
+    s->parts = (int32_t)parts;
+}
+
+/* Takes the next batches in hand, two parts or more for each of the task's threads. The last of a
+   part prefetches the keys of the part that its thread is likely to take next. Returns 0 at the
+   end. */
+static int nsa__split_next(nsa__split *s, int threads) {
+    const nsa__attend_plan *p = s->job->plan;
+    const int64_t fit = NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p);
     nsa__tile_iter *it = &s->f.iter;
     for (s->n = 0; s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
@@ -8806,31 +8829,46 @@ static void nsa__split_next(nsa__split *s, int others) {
         }
         *b = nsa__batch_at(it, s->job, s->from);
         s->from += b->queries;
-        uint64_t *mask = s->masks + (ptrdiff_t)s->n * nsa__split_queries(s->job->plan);
+        uint64_t *mask = s->masks + (ptrdiff_t)s->n * nsa__split_queries(p);
         memcpy(mask, b->mask, (size_t)b->queries * sizeof *mask);
         b->mask = mask;
         b->query = s->ascending + b->query[0];
         b->row = s->ascending + b->row[0];
     }
+    s->at_once = (int)nsa__min(nsa__min(NSA__SPLIT_BATCHES, fit), s->n / (2 * threads));
+    s->at_once = (int)nsa__max(1, s->at_once);
+    const int apart = (threads - 1) * s->at_once;
     for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
         s->batches[i].next_key = s->batches[i + 1 + apart].key;
-    s->taken = s->scored = s->joined = 0;
-    s->parts = (int32_t)nsa__ceil_div(s->n, s->at_once);
+    nsa__split_offer(s, nsa__ceil_div(s->n, s->at_once));
+    return s->n > 0;
 }
 
-/* All parts at hand have been joined: the next batches, or those of the next job, or the end. */
-static void nsa__split_go_on(nsa__split *s, int others) {
-    if (s->job) nsa__split_next(s, others);
-    while (!s->n) {
-        const int repeats = s->job && nsa__forward_repeats(&s->f, s->job);
-        if (s->job && !repeats) nsa__forward_end(&s->f, s->job);
-        if (!repeats && !s->then) {
-            nsa__write(&s->ended, 1);
-            return;
-        }
-        (repeats ? nsa__split_restart : nsa__split_begin)(s);
-        nsa__split_next(s, others);
+/* The job's batches have all been joined: its rows, or once more from its first tile on. Returns 1
+   if there are parts at hand then: of its batches, or of p_cmp. */
+static int nsa__split_end(nsa__split *s, int threads) {
+    const nsa__head_job *job = s->job;
+    if (nsa__forward_repeats(&s->f, job)) {
+        nsa__split_restart(s);
+        return nsa__split_next(s, threads);
     }
+    nsa__forward_rows(&s->f, job);
+    s->selects = job->plan->select != NULL;
+    if (s->selects) nsa__split_offer(s, nsa__ceil_div(job->tile_end, NSA__SPLIT_BATCHES));
+    return s->selects;
+}
+
+/* All parts at hand have been joined: the next, or those of the next job, or the end. */
+static void nsa__split_go_on(nsa__split *s, int threads) {
+    if (s->job && !s->selects && (nsa__split_next(s, threads) || nsa__split_end(s, threads)))
+        return;
+    if (s->job && s->selects)
+        nsa__select_queries(s->job, &s->f.iter, &s->f.scoring, s->f.nonfinite);
+    s->selects = 0;
+    if (s->then)
+        nsa__split_begin(s);
+    else
+        nsa__write(&s->ended, 1);
 }
 
 /* A part of the batches at hand, by one thread. */
@@ -8901,7 +8939,16 @@ static void nsa__split_sums(nsa__split *s, nsa__part *part) {
     nsa__write(&s->joined, part->nth + 1);
 }
 
-/* Part `nth` of a task. */
+/* p_cmp of the keys of part `nth`, which are those of as many batches as another part has. */
+static void nsa__split_select(nsa__split *s, int32_t nth, void *scratch) {
+    const int keys = NSA__SPLIT_BATCHES * s->job->plan->cut.tile;
+    (void)scratch;
+    nsa__select_keys(s->job, &s->f.iter, &s->f.scoring, s->f.m, nth * keys, keys);
+    nsa__split_await(&s->joined, nth);
+    nsa__write(&s->joined, nth + 1);
+}
+
+/* Part `nth` of a task's batches. */
 static void nsa__split_compute(nsa__split *s, int32_t nth, void *scratch) {
     nsa__split_room mine;
     nsa__arena a = {(char *)scratch, 0};
@@ -8918,15 +8965,15 @@ static void nsa__split_compute(nsa__split *s, int32_t nth, void *scratch) {
 /* One part of the task, or the next batches of it. Returns 0 if there is neither, or if another
    thread takes one. */
 static int nsa__split_step(const nsa__splits *all, nsa__split *s, void *scratch) {
-    const int others = (int)nsa__ceil_div(all->team->threads, all->first) - 1; /* at a task */
+    const int threads = (int)nsa__ceil_div(all->team->threads, all->first); /* of a task */
     int32_t part = -1;
     int goes_on;
     if (nsa__read(&s->claims) || !nsa__claim(&s->claims)) return 0;
     goes_on = !s->ended && nsa__read(&s->joined) == s->parts;
-    if (goes_on) nsa__split_go_on(s, others);
+    if (goes_on) nsa__split_go_on(s, threads);
     if (!goes_on && s->taken < s->parts) part = s->taken++;
     nsa__write(&s->claims, 0);
-    if (part >= 0) nsa__split_compute(s, part, scratch);
+    if (part >= 0) (s->selects ? nsa__split_select : nsa__split_compute)(s, part, scratch);
     return goes_on || part >= 0;
 }
 
@@ -8951,7 +8998,8 @@ static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
 static void nsa__split_run(const nsa__splits *all, const nsa__head_job *jobs) {
     for (int i = 0; i < all->count; i++) {
         nsa__split *s = nsa__split_at(all, i);
-        memset(s, 0, sizeof *s);
+        s->claims = s->ended = s->taken = s->parts = s->scored = s->joined = s->selects = 0;
+        s->job = NULL;
         s->then = &jobs[i];
     }
     nsa__run(all->team, all->team->threads, nsa__split_work, all);
@@ -10065,7 +10113,7 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     nsa__scorer_tiles(&f, job, 0, f.iter.tile_end);
     for (int i = 0; f.x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, i);
-    if (!f.x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
+    if (!f.x) nsa__select(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
 }
 
 /* In place: some tiles of a head, for all queries. */

@@ -147,7 +147,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
-static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
+static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int rows = f->iter.queries * p->group;
     nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
@@ -156,7 +156,6 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
         nsa__forward_row(f, job, r, inv_l[i], lse[i]);
     }
-    if (p->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in
@@ -191,5 +190,6 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
                 i += b.queries;
             }
     } while (nsa__forward_repeats(&f, job));
-    nsa__forward_end(&f, job);
+    nsa__forward_rows(&f, job);
+    if (job->plan->select) nsa__select(job, &f.iter, &f.scoring, f.m, f.nonfinite);
 }

@@ -8,7 +8,8 @@
      softmax: in turn, because it goes on from the maximum and the sum before
      sums:    p v of each batch alone
      joined:  in turn, out = p v + shrink out
-   Each number is the same sum in the same order as nsa__forward_task computes it alone.
+   Where lists are selected, the last parts are keys of p_cmp. Each number is the same sum in the
+   same order as nsa__forward_task computes it alone.
    All tasks of a call are in one parallel region. A thread looks for a part of any of them. Where
    all parts at hand have been joined, the thread that sees it takes the next batches in hand, or
    ends the task, while the others work at other tasks: win's batches fill the time in which one
@@ -32,6 +33,7 @@ typedef struct nsa__split {
     int32_t taken, parts;      /* of the batches at hand: parts that have been taken, and all */
     int32_t scored;            /* parts whose softmax is done */
     int32_t joined;            /* parts that are in out */
+    int selects;               /* 1: parts are keys of p_cmp */
     const nsa__head_job *job;  /* NULL: not begun */
     const nsa__head_job *then; /* the job to begin next */
     nsa__head_job own;         /* the job of one query, whose keys are gathered */
@@ -71,9 +73,6 @@ static void nsa__split_alloc(nsa__split *s, const nsa__attend_plan *p, nsa__aren
     nsa__alloc(a, 1, sizeof *s);
     nsa__forward_alloc(&s->f, p, a);
     s->most = (int)(masks / nsa__split_queries(p));
-    s->at_once =
-        (int)nsa__min(NSA__SPLIT_BATCHES, NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p));
-    s->at_once = (int)nsa__max(1, s->at_once);
     s->batches = (nsa__batch *)nsa__alloc(a, masks, sizeof *s->batches);
     s->masks = (uint64_t *)nsa__alloc(a, masks, sizeof *s->masks);
     s->ascending = (int *)nsa__alloc(a, rows, sizeof *s->ascending);
@@ -110,10 +109,18 @@ static void nsa__split_begin(nsa__split *s) {
     nsa__split_restart(s);
 }
 
-/* Takes the next batches in hand. The last of a part prefetches the keys of the part that its
-   thread is likely to take next, if so many others work at the task. */
-static void nsa__split_next(nsa__split *s, int others) {
-    const int apart = others * s->at_once;
+/* What is at hand now, as so many parts. */
+static void nsa__split_offer(nsa__split *s, int64_t parts) {
+    s->taken = s->scored = s->joined = 0;
+    s->parts = (int32_t)parts;
+}
+
+/* Takes the next batches in hand, two parts or more for each of the task's threads. The last of a
+   part prefetches the keys of the part that its thread is likely to take next. Returns 0 at the
+   end. */
+static int nsa__split_next(nsa__split *s, int threads) {
+    const nsa__attend_plan *p = s->job->plan;
+    const int64_t fit = NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p);
     nsa__tile_iter *it = &s->f.iter;
     for (s->n = 0; s->n < s->most; s->n++) {
         nsa__batch *b = &s->batches[s->n];
@@ -123,31 +130,46 @@ static void nsa__split_next(nsa__split *s, int others) {
         }
         *b = nsa__batch_at(it, s->job, s->from);
         s->from += b->queries;
-        uint64_t *mask = s->masks + (ptrdiff_t)s->n * nsa__split_queries(s->job->plan);
+        uint64_t *mask = s->masks + (ptrdiff_t)s->n * nsa__split_queries(p);
         memcpy(mask, b->mask, (size_t)b->queries * sizeof *mask);
         b->mask = mask;
         b->query = s->ascending + b->query[0];
         b->row = s->ascending + b->row[0];
     }
+    s->at_once = (int)nsa__min(nsa__min(NSA__SPLIT_BATCHES, fit), s->n / (2 * threads));
+    s->at_once = (int)nsa__max(1, s->at_once);
+    const int apart = (threads - 1) * s->at_once;
     for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
         s->batches[i].next_key = s->batches[i + 1 + apart].key;
-    s->taken = s->scored = s->joined = 0;
-    s->parts = (int32_t)nsa__ceil_div(s->n, s->at_once);
+    nsa__split_offer(s, nsa__ceil_div(s->n, s->at_once));
+    return s->n > 0;
 }
 
-/* All parts at hand have been joined: the next batches, or those of the next job, or the end. */
-static void nsa__split_go_on(nsa__split *s, int others) {
-    if (s->job) nsa__split_next(s, others);
-    while (!s->n) {
-        const int repeats = s->job && nsa__forward_repeats(&s->f, s->job);
-        if (s->job && !repeats) nsa__forward_end(&s->f, s->job);
-        if (!repeats && !s->then) {
-            nsa__write(&s->ended, 1);
-            return;
-        }
-        (repeats ? nsa__split_restart : nsa__split_begin)(s);
-        nsa__split_next(s, others);
+/* The job's batches have all been joined: its rows, or once more from its first tile on. Returns 1
+   if there are parts at hand then: of its batches, or of p_cmp. */
+static int nsa__split_end(nsa__split *s, int threads) {
+    const nsa__head_job *job = s->job;
+    if (nsa__forward_repeats(&s->f, job)) {
+        nsa__split_restart(s);
+        return nsa__split_next(s, threads);
     }
+    nsa__forward_rows(&s->f, job);
+    s->selects = job->plan->select != NULL;
+    if (s->selects) nsa__split_offer(s, nsa__ceil_div(job->tile_end, NSA__SPLIT_BATCHES));
+    return s->selects;
+}
+
+/* All parts at hand have been joined: the next, or those of the next job, or the end. */
+static void nsa__split_go_on(nsa__split *s, int threads) {
+    if (s->job && !s->selects && (nsa__split_next(s, threads) || nsa__split_end(s, threads)))
+        return;
+    if (s->job && s->selects)
+        nsa__select_queries(s->job, &s->f.iter, &s->f.scoring, s->f.nonfinite);
+    s->selects = 0;
+    if (s->then)
+        nsa__split_begin(s);
+    else
+        nsa__write(&s->ended, 1);
 }
 
 /* A part of the batches at hand, by one thread. */
@@ -218,7 +240,16 @@ static void nsa__split_sums(nsa__split *s, nsa__part *part) {
     nsa__write(&s->joined, part->nth + 1);
 }
 
-/* Part `nth` of a task. */
+/* p_cmp of the keys of part `nth`, which are those of as many batches as another part has. */
+static void nsa__split_select(nsa__split *s, int32_t nth, void *scratch) {
+    const int keys = NSA__SPLIT_BATCHES * s->job->plan->cut.tile;
+    (void)scratch;
+    nsa__select_keys(s->job, &s->f.iter, &s->f.scoring, s->f.m, nth * keys, keys);
+    nsa__split_await(&s->joined, nth);
+    nsa__write(&s->joined, nth + 1);
+}
+
+/* Part `nth` of a task's batches. */
 static void nsa__split_compute(nsa__split *s, int32_t nth, void *scratch) {
     nsa__split_room mine;
     nsa__arena a = {(char *)scratch, 0};
@@ -235,15 +266,15 @@ static void nsa__split_compute(nsa__split *s, int32_t nth, void *scratch) {
 /* One part of the task, or the next batches of it. Returns 0 if there is neither, or if another
    thread takes one. */
 static int nsa__split_step(const nsa__splits *all, nsa__split *s, void *scratch) {
-    const int others = (int)nsa__ceil_div(all->team->threads, all->first) - 1; /* at a task */
+    const int threads = (int)nsa__ceil_div(all->team->threads, all->first); /* of a task */
     int32_t part = -1;
     int goes_on;
     if (nsa__read(&s->claims) || !nsa__claim(&s->claims)) return 0;
     goes_on = !s->ended && nsa__read(&s->joined) == s->parts;
-    if (goes_on) nsa__split_go_on(s, others);
+    if (goes_on) nsa__split_go_on(s, threads);
     if (!goes_on && s->taken < s->parts) part = s->taken++;
     nsa__write(&s->claims, 0);
-    if (part >= 0) nsa__split_compute(s, part, scratch);
+    if (part >= 0) (s->selects ? nsa__split_select : nsa__split_compute)(s, part, scratch);
     return goes_on || part >= 0;
 }
 
@@ -268,7 +299,8 @@ static void nsa__split_work(const void *context, int64_t nth, void *scratch) {
 static void nsa__split_run(const nsa__splits *all, const nsa__head_job *jobs) {
     for (int i = 0; i < all->count; i++) {
         nsa__split *s = nsa__split_at(all, i);
-        memset(s, 0, sizeof *s);
+        s->claims = s->ended = s->taken = s->parts = s->scored = s->joined = s->selects = 0;
+        s->job = NULL;
         s->then = &jobs[i];
     }
     nsa__run(all->team, all->team->threads, nsa__split_work, all);

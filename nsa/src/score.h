@@ -198,7 +198,7 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__scorer_make(&f, context, &nth, scratch);
     nsa__scorer_tiles(&f, job, 0, f.iter.tile_end);
     for (int i = 0; f.x && i < f.iter.queries; i++) nsa__scorer_end(&f, job, i);
-    if (!f.x) nsa__select_queries(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
+    if (!f.x) nsa__select(job, &f.iter, &f.scoring, f.of_row, f.nonfinite);
 }
 
 /* In place: some tiles of a head, for all queries. */

@@ -14,10 +14,10 @@
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale */
+    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale; then
+                          in the first row of a query p_cmp, summed over the group's heads */
     int64_t stride;    /* of a row of s: whole tiles and one vector */
     nsa_real *stencil; /* weights of Eq. 9 around a selection block */
-    nsa_real *p_cmp;   /* of one query and compressed block: summed over the group's heads */
     nsa_real *scores;  /* of one query and selection block: p_slc */
 } nsa__scoring;
 
@@ -35,7 +35,6 @@ static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__
     f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
     f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
     f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
-    f->p_cmp = nsa__alloc_reals(a, f->stride);
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
 }
 
@@ -50,9 +49,10 @@ static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
-NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query) {
+NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query,
+                                      const nsa_real *p_cmp) {
     const nsa_desc *d = job->plan->d;
-    const nsa_real *p_cmp = f->p_cmp, *stencil = f->stencil;
+    const nsa_real *stencil = f->stencil;
     nsa_real *scores = f->scores;
     int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
@@ -99,28 +99,44 @@ static void nsa__store_list(const nsa__head_job *job, int query, nsa_real *score
               (int32_t *)nsa__list_row(job, &to->blocks, query));
 }
 
-/* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
-   list of equal scores, because its real scores are NaN and a list must still be valid. */
-static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                                const nsa__scoring *f, const nsa_real *lse,
-                                const unsigned char *nonfinite_rows) {
+/* p_cmp of n keys of every query of a task, from `key` on. */
+static void nsa__select_keys(const nsa__head_job *job, const nsa__tile_iter *it,
+                             const nsa__scoring *f, const nsa_real *lse, int key, int n) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *p_cmp = &p->select->p_cmp;
+    for (int a = 0; a < it->queries; a++) {
+        const int visible = nsa__cmp_visible(p->d, job->seq.tokens, it->first + a);
+        const int end = (int)nsa__min((int64_t)key + n, nsa__whole_vectors(visible));
+        nsa_real *s = f->s + (ptrdiff_t)a * p->group * f->stride + key;
+        p->tiles->probability(p->group, end - key, (ptrdiff_t)f->stride,
+                              lse + (ptrdiff_t)a * p->group, s, s);
+    }
+}
+
+/* Scores and list of every query of a task, from p_cmp. A query that read a non-finite number gets
+   the list of equal scores, because its real scores are NaN and a list must still be valid. */
+static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                                const nsa__scoring *f, const unsigned char *nonfinite_rows) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *to = &p->select->p_cmp;
     int group = p->group;
     nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
         int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
-        p->tiles->probability(group, nsa__whole_vectors(visible), (ptrdiff_t)f->stride,
-                              lse + (ptrdiff_t)a * group, f->s + (ptrdiff_t)a * group * f->stride,
-                              f->p_cmp);
-        nsa__scores(f, job, query);
+        const nsa_real *p_cmp = f->s + (ptrdiff_t)a * group * f->stride;
+        nsa__scores(f, job, query, p_cmp);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        if (p_cmp->data)
-            nsa__store_reals(nsa__list_row(job, p_cmp, query), f->p_cmp, nonfinite ? 0 : visible,
+        if (to->data)
+            nsa__store_reals(nsa__list_row(job, to, query), p_cmp, nonfinite ? 0 : visible,
                              nsa_cmp_count(p->d, p->d->tokens), 0);
         nsa__store_list(job, query, f->scores);
     }
+}
+
+static void nsa__select(const nsa__head_job *job, const nsa__tile_iter *it, const nsa__scoring *f,
+                        const nsa_real *lse, const unsigned char *nonfinite_rows) {
+    nsa__select_keys(job, it, f, lse, 0, INT_MAX);
+    nsa__select_queries(job, it, f, nonfinite_rows);
 }
