@@ -110,6 +110,7 @@ static void step(results *to, int format, const shape *s, const int32_t *counts,
     x.blocks = nsa_tensor_bthd(to->blocks, NSA_I32, count + 1, 1, nsa_block_list_width(&d));
     bytes = nsa_decode_workspace_size(&x, &cache, count);
     void *workspace = malloc(bytes);
+    memset(workspace, 0x7f, bytes); /* as an earlier call may leave it */
     memset(to, 0, sizeof *to);
     CHECK_OK("step", nsa_decode(&x, &cache, count, counts, to->reads, workspace, bytes));
     free(workspace), free(q), free(k), free(v), free(g), free(memory);
