@@ -496,6 +496,22 @@ static void test_taken_files(void) {
                "model.safetensors: must be a plain file");
 }
 
+/* A file that is far too long is refused by its size, which takes no time; its sum took a minute. */
+static void test_long_file(void) {
+    const char *model = "long/checkpoints/step_00000001/model.safetensors";
+    struct timespec begin, end;
+    check_case("a long file");
+    CHECK(save(test_path("long"), 1, 0), "%s", why.text);
+    if (truncate(test_path(model), (off_t)1 << 38)) return; /* no file has holes here */
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    refuse(test_path("long"), "model.safetensors: damaged: 274877906944 bytes, state.json says");
+    CHECK(!chmod(test_path(model), 0666), "one that is not shared but copied");
+    TEST_FAULT(adopt(test_path("long"), test_path("longer"), &settings), &why,
+               "model.safetensors: damaged: 274877906944 bytes");
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    CHECK(end.tv_sec - begin.tv_sec < 20, "%d s", (int)(end.tv_sec - begin.tv_sec));
+}
+
 /* A state that says of itself that it is sound: with numbers that no run reaches, or as a pipe. */
 static void test_hostile_state(void) {
     const char *state = "hostile/checkpoints/step_00000001/state.json";
@@ -623,6 +639,7 @@ int main(void) {
     test_links();
     test_names();
     test_taken_files();
+    test_long_file();
     test_hostile_state();
     test_other_model();
     test_full_disk();
