@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -521,6 +522,21 @@ class Convert(unittest.TestCase):
         before = {path.name: path.read_bytes() for path in other.iterdir()}
         self.assertIn("older export", run("convert", "export", made, other, code=1).stderr)
         self.assertEqual({path.name: path.read_bytes() for path in other.iterdir()}, before)
+
+    def test_export_on_a_full_disk(self):
+        """The older export stays whole until the new one is."""
+        first, second = self.train("first"), self.train("second", "--seed", "7")
+        run("convert", "export", first, self.room / "hf")
+        before = {path.name: path.read_bytes() for path in (self.room / "hf").iterdir()}
+        for limit in (10, 3000, 60000):  # of its first file, of modeling_nsa.py, of the weights
+            done = run("convert", "export", second, self.room / "hf", code=1, restore_signals=False,
+                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+            self.assertIn("File too large", done.stderr)
+            self.assertEqual({path.name: path.read_bytes() for path in (self.room / "hf").iterdir()}, before)
+        run("convert", "export", second, self.room / "hf")
+        run("convert", "export", second, self.room / "fresh")
+        self.assertEqual(*({path.name: path.read_bytes() for path in (self.room / name).iterdir()}
+                           for name in ("hf", "fresh")))
 
     def test_export_over_links(self):
         """An older export's weights that have other names, or lie elsewhere, stay what they are there."""
