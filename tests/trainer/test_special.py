@@ -238,6 +238,8 @@ def test_end(vocabulary):
     check(text == "the thing in\n", "the prompt does not end it, nor does half of a stop", text)
     for options, words in ((("--stop", ""), "--stop: must be text"), (("--bench", "--stop", "x"), "with --bench"),
                            (("--bench", "--ignore-eos"), "with --bench"),
+                           (("--bench", "--length", "9"), "--length: has no effect with --bench"),
+                           (("--bench", "--seed", "9"), "--seed: has no effect with --bench"),
                            (("--temperature", "0", "--min-p", "0.1"), "sample.temperature = 0"),
                            (("--repetition-window", "5"), "sample.repetition_penalty = 1"),
                            (("--repetition-penalty", "0"), "must be a number above 0"),

@@ -151,6 +151,9 @@ option_outcome config_load(config *c, const config_program *program, int argc, c
 /* What was given has no effect beside the other settings: refused where it was typed, else said. */
 bool config_check_effects(const config *c, const listener *notes, fault *f);
 
+/* Says what was given for several processes, of which there is one. */
+void config_say_alone(const config *c, const listener *notes);
+
 /* The rules that tie the settings of a model to each other; config_load has applied them. */
 bool config_check_model(const config *c, fault *f);
 
