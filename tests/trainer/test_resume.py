@@ -3,6 +3,7 @@
 usage: test_resume.py PROGRAM FOLDER VERDICT. Twins: train_open.c, checkpoint.c, config.c. That a resumed run has
 the same bits is test_saves.py's.
 """
+import fcntl
 import json
 import os
 import shutil
@@ -78,6 +79,23 @@ def test_best():
     _, said, _ = runs.train("best", "--steps", 14, "--resume", best, small=False)
     check(f"resumed after step {lowest} of 14" in said, said)
     check(os.readlink(out / "checkpoints/latest") == "step_00000014", os.listdir(out / "checkpoints"))
+
+
+def test_while_another_runs():
+    """What another run may still save is not looked for: neither what it is now, nor that it is damaged."""
+    out, _, _ = runs.train("held", *DATA, "--steps", 3)
+    weights = out / "checkpoints/latest/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with open(out / ".lock", "r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        _, _, said = runs.train("held", "--resume", "--steps", 4, small=False, code=2)
+        check(f"another run is in this folder (process {os.getpid()})" in said and "damaged" not in said, said)
+        weights.write_bytes(whole)
+        _, _, said = runs.train("held", "--resume", "--steps", 4, small=False, code=2)
+        check(steps_of(out) == [1, 2, 3], steps_of(out))
+    runs.train("held", "--resume", "--steps", 4, small=False)
+    check(steps_of(out) == [1, 2, 3, 4], steps_of(out))
 
 
 def test_from_another_folder():
@@ -167,6 +185,7 @@ def test_finished():
 test_going_back()
 test_finished()
 test_best()
+test_while_another_runs()
 test_from_another_folder()
 test_settings()
 test_weights_alone()

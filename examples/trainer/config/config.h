@@ -207,4 +207,7 @@ struct json_t *config_changes(const config *a, const config *b);
    The fault names the first that differs. */
 bool config_same_model(const config *a, const config *b, fault *f);
 
+/* Whether the settings that config_load took from a checkpoint are those of `kept`. */
+bool config_recalled(const config *c, const config *kept, fault *f);
+
 #endif

@@ -390,13 +390,17 @@ static void arm_metrics(telemetry *t) {
 
 /* ---- The whole ---- */
 
+int telemetry_hold(const config *c, fault *f) {
+    return files_lock(c->train.out_dir, ".lock", f);
+}
+
 static bool enter_folder(telemetry *t, const telemetry_options *o, fault *f) {
     const char *folder = o->config->train.out_dir;
     if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
         return false;
     if (!t->is_first_rank) return true;
     if (!files_make_folder(folder, f)) return false;
-    t->held = files_lock(folder, ".lock", f);
+    if (t->held < 0) t->held = telemetry_hold(o->config, f);
     if (t->held < 0 || !check_folder(o->config, o->resumed, f)) return false;
     sweep(folder);
     /* What an earlier run came to must not pass for this one's end, should it be killed. */
@@ -436,7 +440,7 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->config = o->config;
     t->is_first_rank = o->rank == 0;
     t->resumed = o->resumed;
-    t->held = -1;
+    t->held = o->held > 0 ? o->held : -1;
     t->tokens = o->tokens;
     t->first_step = o->resume_step + 1;
     t->metrics = m;

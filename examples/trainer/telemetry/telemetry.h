@@ -26,8 +26,14 @@ typedef struct telemetry_options {
     int64_t resume_step;        /* steps done before; 0 for a new run */
     double loss_first, seconds; /* of a resumed run, from its checkpoint */
     int64_t tokens;             /* so are these: trained on before */
+    int held;                   /* telemetry_hold's; 0: the folder is not held yet */
     FILE *log;                  /* the terminal; NULL: silent */
 } telemetry_options;
+
+/* Holds the out_dir of a run that goes on, before it looks for what it goes on from: a run that is
+   still there may save once more. The descriptor is telemetry_open's to close; -1: another run has
+   it. */
+int telemetry_hold(const config *c, fault *f);
 
 /* Makes out_dir, refuses one that is used (by another process at this moment, by an earlier run, or
    that holds a .HALT), removes what a killed run left half written,
