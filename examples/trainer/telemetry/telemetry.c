@@ -297,6 +297,7 @@ static void recall_statistics(void *user, const double *values) {
 
 static void recall_validation(void *user, const double *values) {
     telemetry *t = user;
+    t->last_eval = (int64_t)values[0];
     t->metrics.val_loss = values[1];
     t->metrics.val_loss_best = fmin(t->metrics.val_loss_best, values[1]);
 }
@@ -492,6 +493,10 @@ bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_pe
     const events_scalar scalars[] = {{"val/loss", val_loss}, {"val/ppl", row[1]}};
     return csv_row(&t->val, step, row, 2, f) && events_write(&t->events, step, scalars, 2, f) &&
            telemetry_note(t, "progress", f);
+}
+
+bool telemetry_lacks_eval(const telemetry *t, int64_t step) {
+    return t->val.on && t->last_eval != step;
 }
 
 void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int64_t peak) {

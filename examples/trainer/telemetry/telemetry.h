@@ -85,6 +85,9 @@ bool telemetry_sync(telemetry *t, fault *f);
    byte (1 for bytes; 0: not known). */
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f);
 
+/* Whether the tables that a resumed run found have no evaluation of this step, its newest. */
+bool telemetry_lacks_eval(const telemetry *t, int64_t step);
+
 /* Writes .anomaly_type and .HALT; returns false, with the reason in the fault. */
 bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f);
 bool telemetry_halted(telemetry *t);
