@@ -523,6 +523,18 @@ static void test_hostile_state(void) {
     set_values(1);
     CHECK(checkpoint_write(test_path("hostile"), &c, &s, parts, 2, 0, &why), "%s", why.text);
     refuse(test_path("hostile"), "data.document must be an integer in 0 .. 2^48");
+    static const double scales[] = {0, -1, NAN, 1e300};
+    for (size_t i = 0; i < sizeof scales / sizeof *scales; i++) {
+        s = state_of(1);
+        s.loss_scale = scales[i];
+        CHECK(checkpoint_write(test_path("hostile"), &c, &s, parts, 2, 0, &why), "%s", why.text);
+        refuse(test_path("hostile"), "loss_scale must be above 0, and at most 2^48");
+    }
+    CHECK(save(test_path("hostile"), 1, 0), "%s", why.text);
+    json_t *root = json_load_file(test_path(state), 0, NULL);
+    json_object_clear(json_object_get(json_object_get(root, "content"), "files"));
+    dump_state(test_path(state), root);
+    refuse(test_path("hostile"), "\"files\" must list model.safetensors");
     unlink(test_path(state));
     CHECK(!mkfifo(test_path(state), 0666), "pipe");
     refuse(test_path("hostile"), "state.json: must be a plain file");

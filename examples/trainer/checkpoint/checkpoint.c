@@ -124,7 +124,8 @@ static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f)
         if (fields[i].kind == FIELD_HEX) memcpy(at, &bits, sizeof bits);
         if (fields[i].kind == FIELD_NUMBER || newer) memcpy(at, &number, sizeof number);
     }
-    return true;
+    return (s->loss_scale > 0 && s->loss_scale <= (double)COUNT_LIMIT) ||
+           fault_set(f, "\"state\": loss_scale must be above 0, and at most 2^48");
 }
 
 /* The checksum of a JSON value is that of its one canonical text. */
@@ -334,6 +335,8 @@ static bool check_files(json_t *files, fault *f) {
     const char *name;
     json_t *file;
     if (!json_is_object(files)) return fault_set(f, "\"files\" must be an object");
+    if (!json_object_get(files, "model.safetensors"))
+        return fault_set(f, "\"files\" must list model.safetensors");
     json_object_foreach(files, name, file) {
         size_t length = strlen(name);
         uint64_t unused;
