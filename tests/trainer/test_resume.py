@@ -157,6 +157,9 @@ def test_data():
     moved = runs.root / "moved"
     shutil.copy(corpus, moved)
     runs.train("gone", "--data", moved, "--steps", 2)
+    for share, none in (("0.05", True), ("0.3", False)):
+        _, said, _ = runs.train("gone", "--steps", 2, "--resume", "--val-fraction", share)
+        check((f"data.val_fraction = {share}: has no effect" not in said) == none, said)
     moved.unlink()
     _, _, said = runs.train("gone", "--steps", 4, "--resume", code=2)
     check("moved" in said and "No such file" in said, said)

@@ -141,6 +141,7 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
     data_options options =
         train_data_options(t->config, t->tokenizer, t->model.config.vocab, t->dist);
     options.resume = k ? &t->state.data : NULL;
+    options.other_fraction = k && k->config.data.val_fraction != t->config->data.val_fraction;
     options.stop = t->dist->world == 1 ? signals_stop_requested : NULL;
     options.notes = telemetry_listener(t->telemetry);
     train_note_loader(t, "warmup");
