@@ -171,6 +171,9 @@ def test_odd_tokenizers():
         whole = tokenizer_json(vocab, [], None)
         whole["model"][key] = value
         compare(f"odd_{key}", whole, text, False)
+    for key, value in (("pre_tokenizer", {"type": "ByteLevel"}), ("version", "2.0"), ("pre_tokenizer", {
+            "type": "Sequence", "pretokenizers": [{"type": "Digits"}, tokenizer_json(vocab, [], None)["pre_tokenizer"]]})):
+        compare(f"unsaid{len(str(value))}", tokenizer_json(vocab, [], None) | {key: value}, text, False)
     pair = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
             "special_tokens": {}}
     compare("odd_template", tokenizer_json(vocab, [], pair), text, False)

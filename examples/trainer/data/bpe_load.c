@@ -271,10 +271,10 @@ static bool is_word(const json_t *object, const char *key, const char *word) {
     return text && !strcmp(text, word);
 }
 
-/* ByteLevel that adds no space and, as `splits` says, splits by GPT-2's pattern or not at all. */
+/* ByteLevel that says that it adds no space and, as `splits` says, splits by GPT-2's pattern or not at all. */
 static bool is_byte_level(const json_t *x, bool splits) {
     return is_word(x, "type", "ByteLevel") &&
-           !json_is_true(json_object_get(x, "add_prefix_space")) &&
+           json_is_false(json_object_get(x, "add_prefix_space")) &&
            !json_is_false(json_object_get(x, "use_regex")) == splits;
 }
 
@@ -290,8 +290,9 @@ static bool read_splitter(bpe_vocab *v, const json_t *x, bool *last, fault *f) {
         return ok || fault_set(f, "a Sequence must be of Split, Digits and ByteLevel");
     }
     if (is_word(x, "type", "Digits")) {
-        bool each = json_is_true(json_object_get(x, "individual_digits"));
-        return add_pattern(v, each ? "\\p{N}" : "\\p{N}+", f);
+        const json_t *said = json_object_get(x, "individual_digits");
+        bool each = json_is_true(said);
+        return json_is_boolean(said) && add_pattern(v, each ? "\\p{N}" : "\\p{N}+", f);
     }
     regex = json_object_get(json_object_get(x, "pattern"), "Regex");
     if (is_word(x, "type", "Split") && is_word(x, "behavior", "Isolated") && json_is_string(regex))
@@ -565,10 +566,13 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     json_t *root = json_file_read(path, &json_of_tokens, f);
     json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
     const json_t *added = json_object_get(root, "added_tokens");
-    bool ok = root && check_kind(model, path, f) &&
-              read_normalizer(v, json_object_get(root, "normalizer"), path, f) &&
-              read_splitters(v, json_object_get(root, "pre_tokenizer"), path, f) &&
-              measure(v, vocab, path, &vocab_bytes, f);
+    const json_t *version = json_object_get(root, "version");
+    bool ok = root && (!version || is_word(root, "version", "1.0") ||
+                       fault_set(f, "%s: version: must be \"1.0\"", path));
+    ok = ok && check_kind(model, path, f) &&
+         read_normalizer(v, json_object_get(root, "normalizer"), path, f) &&
+         read_splitters(v, json_object_get(root, "pre_tokenizer"), path, f) &&
+         measure(v, vocab, path, &vocab_bytes, f);
     bytes = ok ? vocab_bytes : 0;
     ok = ok && measure_added(v, vocab, added, &bytes, path, f) &&
          take_tokens(v, vocab, bytes, path, f) &&
