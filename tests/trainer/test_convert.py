@@ -326,6 +326,28 @@ class Convert(unittest.TestCase):
             run("convert", "import", folder, self.room / f"of_{folder.name}")
         self.assertEqual(logits(self.room / "of_narrow", self.room), logits(self.room / "of_wide", self.room))
 
+    def test_numbers_that_are_none(self):
+        """A weight that is not finite in f32 is refused by name; one that is too large shows in what it computes."""
+        folder = write_model(self.room / "odd", LLAMA)
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        size, = struct.unpack_from("<Q", raw)
+        header = json.loads(raw[8:8 + size])
+        at = 8 + size + header["model.norm.weight"]["data_offsets"][0] + 4
+        for value in (float("nan"), float("inf"), float("-inf"), 3e38):
+            path.write_bytes(raw[:at] + struct.pack("<f", value) + raw[at + 4:])
+            done = run("convert", "import", folder, self.room / "of_odd", code=0 if value == 3e38 else 1)
+            self.assertEqual("model.norm.weight: number 1 is " in done.stderr, value != 3e38, done.stderr)
+        path.write_bytes(raw)
+        entry = header["model.norm.weight"]
+        wide = {"model.norm.weight": {**entry, "dtype": "F64", "data_offsets": [0, 8 * 32]}}
+        text = json.dumps(wide).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<d", 1e300) + bytes(8 * 31))
+        done = run("convert", "import", folder, self.room / "wide", code=1)
+        self.assertIn("model.norm.weight: number 0 is inf; must be finite in f32", done.stderr)
+        done = run("generate", self.room / "of_odd", "--prompt", "a", "--length", "3", code=1)
+        self.assertIn("for the token behind the first 1: its weights are not finite, or too large", done.stderr)
+
     def test_tied_head(self):
         """It may stand beside the embedding; another one is the model's for some versions of transformers."""
         folder = write_model(self.room / "tied", LLAMA)
