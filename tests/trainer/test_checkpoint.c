@@ -496,7 +496,7 @@ static void test_taken_files(void) {
                "model.safetensors: must be a plain file");
 }
 
-/* A file that is far too long is refused by its size, which takes no time; its sum took a minute. */
+/* A file that is far too long is refused by its size, at once; its sum took a minute. */
 static void test_long_file(void) {
     const char *model = "long/checkpoints/step_00000001/model.safetensors";
     struct timespec begin, end;

@@ -34,8 +34,8 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
 /* Writes beside `path`, flushes, and renames onto it: a reader sees the old file or the new one. */
 bool files_replace(const char *path, const void *from, size_t bytes, fault *f);
 
-/* A file whose name the user gave, while it is written: beside `path`, so that an older file of that
-   name stays until the new one is whole, and where it cannot be written for good. A link is
+/* A file whose name the user gave, while it is written: beside `path`, so that an older file of
+   that name stays until the new one is whole, and where it cannot be written for good. A link is
    followed. A device, a pipe, or a file in a folder that lets nobody add one, is written as it
    lies. */
 typedef struct files_draft {

@@ -271,7 +271,8 @@ static bool is_word(const json_t *object, const char *key, const char *word) {
     return text && !strcmp(text, word);
 }
 
-/* ByteLevel that says that it adds no space and, as `splits` says, splits by GPT-2's pattern or not at all. */
+/* ByteLevel that says that it adds no space and, as `splits` says, splits by GPT-2's pattern or not
+   at all. */
 static bool is_byte_level(const json_t *x, bool splits) {
     return is_word(x, "type", "ByteLevel") &&
            json_is_false(json_object_get(x, "add_prefix_space")) &&
