@@ -1,7 +1,9 @@
 /* export.c - see export.h. */
 #include "export.h"
 
+#include <errno.h>
 #include <jansson.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -342,47 +344,81 @@ static bool same_folder(const char *a, const char *b) {
     return b[0] && !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
-/* Takes away what an older export left, first its name as a model, then its tokenizer. Another
-   model's files stay, and so does what transformers would read beside ours: a fault. */
-static bool clear_folder(const char *folder, const char *tokenizer_from, fault *f) {
-    enum kind { MODEL, TOKENIZER, OTHER };
-    static const struct {
-        const char *name;
-        enum kind kind;
-    } files[] = {
-        {"model.safetensors.index.json", OTHER},
-        {"pytorch_model.bin", OTHER},
-        {"pytorch_model.bin.index.json", OTHER},
-        {"adapter_config.json", OTHER},
-        {"tokenizer.model", OTHER},
-        {"spiece.model", OTHER},
-        {"special_tokens_map.json", OTHER},
-        {"added_tokens.json", OTHER},
-        {"chat_template.jinja", OTHER},
-        {"config.json", MODEL},
-        {"model.safetensors", MODEL}, /* others may have it by another name */
-        {"tokenizer.json", TOKENIZER},
-        {"tokenizer_config.json", TOKENIZER},
-        {"vocab.json", TOKENIZER},
-        {"merges.txt", TOKENIZER},
-    };
-    char path[PATH_ROOM];
+enum kind { MODEL, TOKENIZER, OTHER, CODE };
+
+/* What an export has or had, in the order in which it goes: first its name as a model, which comes
+   last: a folder without it is none that opens. */
+static const struct {
+    const char *name;
+    enum kind kind;
+} files[] = {
+    {"model.safetensors.index.json", OTHER},
+    {"pytorch_model.bin", OTHER},
+    {"pytorch_model.bin.index.json", OTHER},
+    {"adapter_config.json", OTHER},
+    {"tokenizer.model", OTHER},
+    {"spiece.model", OTHER},
+    {"special_tokens_map.json", OTHER},
+    {"added_tokens.json", OTHER},
+    {"chat_template.jinja", OTHER},
+    {"config.json", MODEL},
+    {"model.safetensors", MODEL}, /* others may have it by another name */
+    {"tokenizer.json", TOKENIZER},
+    {"tokenizer_config.json", TOKENIZER},
+    {"vocab.json", TOKENIZER},
+    {"merges.txt", TOKENIZER},
+    {"generation_config.json", CODE},
+    {"modeling_nsa.py", CODE},
+};
+
+enum { FILES = sizeof files / sizeof *files };
+
+/* Another model's files stay, and so does what transformers would read beside ours: a fault. */
+static bool check_folder(const char *folder, const char *tokenizer_from, fault *f) {
     bool again = is_export(folder), source = same_folder(folder, tokenizer_from);
-    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+    for (size_t i = 0; i < FILES; i++) {
         enum kind kind = files[i].kind;
-        if ((source && kind == TOKENIZER) || !has_file(folder, files[i].name)) continue;
+        if (kind == CODE || (source && kind == TOKENIZER) || !has_file(folder, files[i].name))
+            continue;
         if (!again || kind == OTHER)
             return fault_set(f, "%s/%s: not of an export; FOLDER must be new, or an older export",
                              folder, files[i].name);
-        if (!files_join(path, sizeof path, folder, files[i].name, f)) return false;
-        if (remove(path)) return fault_errno(f, "%s: cannot be removed", path);
     }
     return true;
 }
 
-/* config.json comes last: a folder without it is none that opens. */
+/* Takes away what an older export left, and puts what is whole in its place. */
+static bool put_in_place(const char *made, const char *folder, bool source, fault *f) {
+    char from[PATH_ROOM], to[PATH_ROOM];
+    for (size_t i = 0; i < FILES; i++) {
+        if (files[i].kind == CODE || (source && files[i].kind == TOKENIZER)) continue;
+        if (!files_join(to, sizeof to, folder, files[i].name, f)) return false;
+        if (remove(to) && errno != ENOENT) return fault_errno(f, "%s: cannot be removed", to);
+    }
+    for (size_t i = FILES; i-- > 0;) {
+        if (!has_file(made, files[i].name)) continue;
+        if (!files_join(from, sizeof from, made, files[i].name, f) ||
+            !files_join(to, sizeof to, folder, files[i].name, f))
+            return false;
+        if (rename(from, to)) return fault_errno(f, "%s: cannot be put in place", to);
+    }
+    return files_sync_folder(folder, f) && files_remove_folder(made, f);
+}
+
+/* Takes the object. */
+static bool write_parts(const checkpoint *k, const char *folder, int64_t vocab, json_t *generation,
+                        const listener *notes, fault *f) {
+    return write_json(folder, "generation_config.json", generation, f) &&
+           write_file(folder, "modeling_nsa.py", modeling_nsa, modeling_nsa_bytes, f) &&
+           write_tokenizer(&k->config, folder, notes, f) && write_model(k, folder, f) &&
+           write_json(folder, "config.json", model_json(&k->config, vocab), f);
+}
+
+/* In a folder of their own first, so that an older export is there until the new one is whole. */
 bool export_folder(const checkpoint *k, const char *folder, const listener *notes, fault *f) {
     const config *c = &k->config;
+    char made[PATH_ROOM];
+    fault unused;
     if (!checkpoint_verify(k, f)) return false;
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
@@ -391,12 +427,15 @@ bool export_folder(const checkpoint *k, const char *folder, const listener *note
     int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokens;
     tokenizer_close(t);
     if (!check_weights(k, tokens, f) || !files_make_folder(folder, f) ||
-        !clear_folder(folder, c->data.tokenizer_path, f)) {
+        !check_folder(folder, c->data.tokenizer_path, f) ||
+        !files_join(made, sizeof made, folder, ".export", f) || !files_remove_folder(made, f) ||
+        !files_make_folder(made, f)) {
         json_decref(generation);
         return false;
     }
-    return write_json(folder, "generation_config.json", generation, f) &&
-           write_file(folder, "modeling_nsa.py", modeling_nsa, modeling_nsa_bytes, f) &&
-           write_tokenizer(c, folder, notes, f) && write_model(k, folder, f) &&
-           write_json(folder, "config.json", model_json(c, vocab), f);
+    bool source = same_folder(folder, c->data.tokenizer_path);
+    if (write_parts(k, made, vocab, generation, notes, f))
+        return put_in_place(made, folder, source, f);
+    files_remove_folder(made, &unused);
+    return false;
 }

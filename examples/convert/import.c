@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <jansson.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -109,6 +110,18 @@ static bool same_shape(const safetensors_tensor *a, const safetensors_tensor *b)
     return same;
 }
 
+/* A model with one that is not computes nothing but those; of f64 it may only be too large. */
+static bool check_finite(const char *path, const safetensors_tensor *to, const char *name,
+                         fault *f) {
+    size_t count = safetensors_tensor_bytes(to) / sizeof(float);
+    const float *values = to->data;
+    for (size_t i = 0; i < count; i++)
+        if (!isfinite(values[i]))
+            return fault_set(f, "%s: tensor %.100s: number %zu is %g; must be finite in f32", path,
+                             name, i, (double)values[i]);
+    return true;
+}
+
 static bool take(importer *x, const char *path, const safetensors_tensor *t, fault *f) {
     int place = find(x, t->name);
     size_t count = safetensors_tensor_bytes(t);
@@ -128,19 +141,25 @@ static bool take(importer *x, const char *path, const safetensors_tensor *t, fau
     switch (t->dtype) {
     case SAFETENSORS_F32:
         memcpy(out, t->data, count);
-        return true;
+        break;
     case SAFETENSORS_BF16:
         for (size_t i = 0; i < count / 2; i++) out[i] = nsa_bf16_to_f32(half[i]);
-        return true;
+        break;
     case SAFETENSORS_F16:
         for (size_t i = 0; i < count / 2; i++) out[i] = nsa_f16_to_f32(half[i]);
-        return true;
+        break;
     case SAFETENSORS_F64:
         for (size_t i = 0; i < count / 8; i++) out[i] = (float)((const double *)t->data)[i];
-        return true;
+        break;
     default:
         return fault_set(f, "%s: tensor %.100s: must be F64, F32, BF16 or F16", path, t->name);
     }
+    return check_finite(path, to, t->name, f);
+}
+
+/* Each tensor's own, aligned for any of the dtypes. */
+static size_t room_of(const safetensors_tensor *t) {
+    return (safetensors_tensor_bytes(t) + 7) / 8 * 8;
 }
 
 static bool read_file(importer *x, const char *path, fault *f) {
@@ -150,13 +169,13 @@ static bool read_file(importer *x, const char *path, fault *f) {
     safetensors_tensor *list = calloc(count + 1, sizeof *list);
     for (size_t i = 0; list && i < count; i++) {
         list[i] = safetensors_info(file, i);
-        bytes += safetensors_tensor_bytes(&list[i]);
+        bytes += room_of(&list[i]);
     }
     char *block = malloc(bytes + 1);
     bool ok = (list && block) || fault_set(f, "%s: out of memory for %zu bytes", path, bytes);
     for (size_t i = 0, at = 0; ok && i < count; i++) {
         list[i].data = block + at;
-        at += safetensors_tensor_bytes(&list[i]);
+        at += room_of(&list[i]);
     }
     ok = ok && safetensors_load(file, list, count, f);
     for (size_t i = 0; ok && i < count; i++) ok = take(x, path, &list[i], f);

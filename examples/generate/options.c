@@ -91,8 +91,22 @@ static bool take(void *to, const option *row, const char *flag, const char *valu
     return option_set(o, row, value, f);
 }
 
+/* The flag of a setting that was given, and that asks for a text; NULL: none was. */
+static const char *given_of_text(const config *c) {
+    for (size_t i = 0; i < SHARED; i++) {
+        bool of_text =
+            !strncmp(shared[i].key, "sample.", 7) || !strcmp(shared[i].key, "train.seed");
+        if (of_text && strcmp(shared[i].key, "sample.prompt") &&
+            config_from(c, shared[i].key) == CONFIG_FROM_COMMAND_LINE)
+            return shared[i].flag;
+    }
+    return NULL;
+}
+
 /* What does nothing beside the rest. */
 static bool check_effects(const options *o, fault *f) {
+    const char *of_text = given_of_text(&o->settings);
+    if (o->bench && of_text) return fault_set(f, "%s: has no effect with --bench", of_text);
     if (o->prompt_file && o->settings.sample.prompt[0])
         return fault_set(f, "--prompt: has no effect with --prompt-file");
     if (o->bench && (o->stops.count || o->ignore_end))

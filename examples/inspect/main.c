@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/files.h"
 #include "base/text.h"
@@ -29,7 +30,8 @@ typedef struct inspector {
     model model;
     real *logits;
     double *numbers, *keys; /* of one query: of its blocks, of its keys */
-    FILE *out;
+    files_draft draft;
+    FILE *out; /* into it */
     bool watching;
     int written; /* layers */
 } inspector;
@@ -193,8 +195,9 @@ static bool open_inspector(inspector *n, fault *f) {
     n->numbers = malloc((size_t)count * sizeof *n->numbers);
     n->keys = malloc((size_t)count * sizeof *n->keys);
     if (!n->logits || !n->numbers || !n->keys) return fault_set(f, "out of memory");
-    n->out = fopen(n->options.out, "w");
-    return n->out || fault_errno(f, "%s: cannot create", n->options.out);
+    if (!files_draft_open(&n->draft, n->options.out, f)) return false;
+    n->out = fdopen(dup(n->draft.fd), "w");
+    return n->out || (fault_set(f, "out of memory"), files_draft_close(&n->draft, false, f));
 }
 
 /* ---- Writing ------------------------------------------------------------------------------- */
@@ -256,13 +259,12 @@ static bool inspect(inspector *n, fault *f) {
     failed |= fclose(n->out) != 0;
     n->out = NULL;
     if (ok && failed) ok = fault_errno(f, "%s: cannot write", n->options.out);
+    ok = files_draft_close(&n->draft, ok, f);
     if (ok)
         text_print_line(stdout,
                         "wrote %s: %d tokens, %d layers; examples/inspect/draw.py makes pictures "
                         "of it",
                         n->options.out, count, n->written);
-    else
-        files_remove_partial(n->options.out);
     return ok;
 }
 

@@ -68,6 +68,7 @@ static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
     if (d->rank) notes.say = say_nothing;
     option_outcome outcome = config_load(c, &program, argc, argv, &notes, &f);
     bool ok = outcome == OPTION_OK && dist_settle(d, c, &f) && open_ops(o, c, d, &f);
+    if (ok && d->world == 1) config_say_alone(c, &notes);
     return train_worst(d, ok || outcome == OPTION_HELP ? 0 : 2, &f);
 }
 

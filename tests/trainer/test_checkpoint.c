@@ -496,6 +496,22 @@ static void test_taken_files(void) {
                "model.safetensors: must be a plain file");
 }
 
+/* A file that is far too long is refused by its size, at once; its sum took a minute. */
+static void test_long_file(void) {
+    const char *model = "long/checkpoints/step_00000001/model.safetensors";
+    struct timespec begin, end;
+    check_case("a long file");
+    CHECK(save(test_path("long"), 1, 0), "%s", why.text);
+    if (truncate(test_path(model), (off_t)1 << 38)) return; /* no file has holes here */
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    refuse(test_path("long"), "model.safetensors: damaged: 274877906944 bytes, state.json says");
+    CHECK(!chmod(test_path(model), 0666), "one that is not shared but copied");
+    TEST_FAULT(adopt(test_path("long"), test_path("longer"), &settings), &why,
+               "model.safetensors: damaged: 274877906944 bytes");
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    CHECK(end.tv_sec - begin.tv_sec < 20, "%d s", (int)(end.tv_sec - begin.tv_sec));
+}
+
 /* A state that says of itself that it is sound: with numbers that no run reaches, or as a pipe. */
 static void test_hostile_state(void) {
     const char *state = "hostile/checkpoints/step_00000001/state.json";
@@ -507,6 +523,18 @@ static void test_hostile_state(void) {
     set_values(1);
     CHECK(checkpoint_write(test_path("hostile"), &c, &s, parts, 2, 0, &why), "%s", why.text);
     refuse(test_path("hostile"), "data.document must be an integer in 0 .. 2^48");
+    static const double scales[] = {0, -1, NAN, 1e300};
+    for (size_t i = 0; i < sizeof scales / sizeof *scales; i++) {
+        s = state_of(1);
+        s.loss_scale = scales[i];
+        CHECK(checkpoint_write(test_path("hostile"), &c, &s, parts, 2, 0, &why), "%s", why.text);
+        refuse(test_path("hostile"), "loss_scale must be above 0, and at most 2^48");
+    }
+    CHECK(save(test_path("hostile"), 1, 0), "%s", why.text);
+    json_t *root = json_load_file(test_path(state), 0, NULL);
+    json_object_clear(json_object_get(json_object_get(root, "content"), "files"));
+    dump_state(test_path(state), root);
+    refuse(test_path("hostile"), "\"files\" must list model.safetensors");
     unlink(test_path(state));
     CHECK(!mkfifo(test_path(state), 0666), "pipe");
     refuse(test_path("hostile"), "state.json: must be a plain file");
@@ -623,6 +651,7 @@ int main(void) {
     test_links();
     test_names();
     test_taken_files();
+    test_long_file();
     test_hostile_state();
     test_other_model();
     test_full_disk();

@@ -220,7 +220,7 @@ static void test_flags(void) {
           "flags of the reports");
     CHECK(strstr(test_said, "runtime.gradient_checkpointing (command line --no-gc)"),
           "the program's own list of no effect: %s", test_said);
-    accept("--gc --synthetic-on-fail --resume --steps 3");
+    accept("--data x --gc --synthetic-on-fail --resume --steps 3");
     CHECK(settings.runtime.gradient_checkpointing && settings.data.synthetic_on_fail &&
               settings.train.steps == 3 && !strcmp(settings.train.resume, "latest"),
           "switches, and --resume alone");
@@ -356,6 +356,20 @@ static void test_effects(void) {
     accept("--decay-fraction 0.1 --lr-schedule wsd");
     refuse("--dataset synthetic --data x", "data.path = x&with data.dataset = synthetic");
     refuse("--dataset retrieval --fwe-report-docs 9", "data.fwe_report_docs = 9&retrieval");
+    refuse("--dataset synthetic --isolate-documents",
+           "data.isolate_documents = true&with data.dataset = synthetic");
+    refuse("--dataset retrieval --synthetic-on-fail",
+           "data.synthetic_on_fail = true&with data.dataset = retrieval");
+    accept("--dataset synthetic --no-isolate-documents --no-synthetic-on-fail");
+    accept("--data x --isolate-documents --synthetic-on-fail");
+    accept("--ddp-compress bf16 --ddp-bucket-mb 25");
+    listener notes = test_notes();
+    config_say_alone(&settings, &notes);
+    CHECK(!strcmp(test_said,
+                  "runtime.ddp_compress = bf16 (command line --ddp-compress): no effect: "
+                  "this is the only process\n"),
+          "%s", test_said);
+    refuse("--keep-every 5 --keep-checkpoints 0", "with train.keep_checkpoints = 0");
     accept("--data x --eval-every 0 --val-fraction 0.1"); /* is set aside for later evaluations */
     refuse("--temperature 0.5", "sample.temperature = 0.5&with sample.length = 0");
     refuse("--sample 9 --temperature 0 --top-k 4", "sample.top_k = 4&sample.temperature = 0");

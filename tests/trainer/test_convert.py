@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -325,6 +326,28 @@ class Convert(unittest.TestCase):
             run("convert", "import", folder, self.room / f"of_{folder.name}")
         self.assertEqual(logits(self.room / "of_narrow", self.room), logits(self.room / "of_wide", self.room))
 
+    def test_numbers_that_are_none(self):
+        """A weight that is not finite in f32 is refused by name; one that is too large shows in what it computes."""
+        folder = write_model(self.room / "odd", LLAMA)
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        size, = struct.unpack_from("<Q", raw)
+        header = json.loads(raw[8:8 + size])
+        at = 8 + size + header["model.norm.weight"]["data_offsets"][0] + 4
+        for value in (float("nan"), float("inf"), float("-inf"), 3e38):
+            path.write_bytes(raw[:at] + struct.pack("<f", value) + raw[at + 4:])
+            done = run("convert", "import", folder, self.room / "of_odd", code=0 if value == 3e38 else 1)
+            self.assertEqual("model.norm.weight: number 1 is " in done.stderr, value != 3e38, done.stderr)
+        path.write_bytes(raw)
+        entry = header["model.norm.weight"]
+        wide = {"model.norm.weight": {**entry, "dtype": "F64", "data_offsets": [0, 8 * 32]}}
+        text = json.dumps(wide).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<d", 1e300) + bytes(8 * 31))
+        done = run("convert", "import", folder, self.room / "wide", code=1)
+        self.assertIn("model.norm.weight: number 0 is inf; must be finite in f32", done.stderr)
+        done = run("generate", self.room / "of_odd", "--prompt", "a", "--length", "3", code=1)
+        self.assertIn("for the token behind the first 1: its weights are not finite, or too large", done.stderr)
+
     def test_tied_head(self):
         """It may stand beside the embedding; another one is the model's for some versions of transformers."""
         folder = write_model(self.room / "tied", LLAMA)
@@ -521,6 +544,21 @@ class Convert(unittest.TestCase):
         before = {path.name: path.read_bytes() for path in other.iterdir()}
         self.assertIn("older export", run("convert", "export", made, other, code=1).stderr)
         self.assertEqual({path.name: path.read_bytes() for path in other.iterdir()}, before)
+
+    def test_export_on_a_full_disk(self):
+        """The older export stays whole until the new one is."""
+        first, second = self.train("first"), self.train("second", "--seed", "7")
+        run("convert", "export", first, self.room / "hf")
+        before = {path.name: path.read_bytes() for path in (self.room / "hf").iterdir()}
+        for limit in (10, 3000, 60000):  # of its first file, of modeling_nsa.py, of the weights
+            done = run("convert", "export", second, self.room / "hf", code=1, restore_signals=False,
+                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+            self.assertIn("File too large", done.stderr)
+            self.assertEqual({path.name: path.read_bytes() for path in (self.room / "hf").iterdir()}, before)
+        run("convert", "export", second, self.room / "hf")
+        run("convert", "export", second, self.room / "fresh")
+        self.assertEqual(*({path.name: path.read_bytes() for path in (self.room / name).iterdir()}
+                           for name in ("hf", "fresh")))
 
     def test_export_over_links(self):
         """An older export's weights that have other names, or lie elsewhere, stay what they are there."""

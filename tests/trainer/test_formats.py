@@ -91,6 +91,15 @@ def test_json():
     reads("lines_of_strings.jsonl", "".join(json.dumps(t) + "\n" for t in DOCUMENTS).encode(), READ, trains=False)
     reads("named_as_text.txt", LINES, READ, trains=False)
     reads("array_named_as_text.txt", array, READ, trains=False)
+    reads("strings.txt", MARK + json.dumps(DOCUMENTS).encode(), READ, trains=False)
+    reads("long_string", json.dumps(["x" * 70000]).encode(), b"x" * 70000 + b"\n", trains=False)
+    for said in ('["Stop", he said', '["Stop\n", "go"]', '["Stop" and go]', '["Stop"] he said', 'He said\n{"stop" and', '[1] {"stop"}\n'):
+        text = (said + " and no more of it\n" * 40).encode()
+        reads("said", text, text, trains=False)
+    reads("marks", MARK * 2 + LINES, READ)
+    for first in (b"# a corpus\n", b"// a corpus\r\n\r\n", b"40 documents\n\n", b"'{'\n"):
+        refuses("headed.txt", first + LINES, "JSON lines behind a first line that is none: cut that off", trains=True)
+    refuses("sequence.txt", b"\x1e" + LINES.replace(b"\n", b"\n\x1e"), "a sequence of JSON texts (RFC 7464)")
     reads("nasty.json", json.dumps([{"a": "\\\"]}", "text": 'quote " and \\ and ]'}, {"text": ""}]).encode(),
           b'quote " and \\ and ]\n', trains=False)
     numbers_json = b"".join(b'{"n": %s, "text": "document %d"}\n' % (n, i) for i, n in enumerate(

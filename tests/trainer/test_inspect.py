@@ -6,6 +6,7 @@ usage: test_inspect.py TRAINER FOLDER INSPECT DRAW. Twins: examples/inspect.
 import base64
 import json
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -21,8 +22,8 @@ LENGTH = len(TEXT.encode())
 L, D, BLOCK, COUNT, WINDOW = 8, 4, 16, 4, 16  # of the model below
 
 
-def run(*command, code=0, words=""):
-    ran = subprocess.run([str(word) for word in command], text=True, capture_output=True, timeout=60)
+def run(*command, code=0, words="", **options):
+    ran = subprocess.run([str(word) for word in command], text=True, capture_output=True, timeout=60, **options)
     check(ran.returncode == code, command, ran.returncode, ran.stdout, ran.stderr)
     check(words in ran.stdout + ran.stderr, words, ran.stdout, ran.stderr)
 
@@ -106,6 +107,11 @@ def check_refusals(model, full, text, result):
     link.symlink_to("/dev/full")
     run(inspect, model, "--text", text, "--out", link, code=1, words="cannot write: No space left")
     check(link.is_symlink(), "what was no file of its own is gone")
+    older = result.read_bytes()
+    run(inspect, model, "--text", text, *out, code=1, words="cannot write: File too large", restore_signals=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
+    check(result.read_bytes() == older, "an older file is lost")
+    check(sorted(runs.root.glob("*.tmp")) == [], "half a file is left")
     run(inspect, "--help", words="--tokenizer-path")
     run(sys.executable, draw, text, runs.root / "drawn", code=1, words="not what inspect writes")
     for other, words in (("5", "no object"), ("[]", "no object"), ('{"tokens": 1}', "without layers, heads")):

@@ -3,6 +3,7 @@
 usage: test_resume.py PROGRAM FOLDER VERDICT. Twins: train_open.c, checkpoint.c, config.c. That a resumed run has
 the same bits is test_saves.py's.
 """
+import fcntl
 import json
 import os
 import shutil
@@ -80,6 +81,23 @@ def test_best():
     check(os.readlink(out / "checkpoints/latest") == "step_00000014", os.listdir(out / "checkpoints"))
 
 
+def test_while_another_runs():
+    """What another run may still save is not looked for: neither what it is now, nor that it is damaged."""
+    out, _, _ = runs.train("held", *DATA, "--steps", 3)
+    weights = out / "checkpoints/latest/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with open(out / ".lock", "r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        _, _, said = runs.train("held", "--resume", "--steps", 4, small=False, code=2)
+        check(f"another run is in this folder (process {os.getpid()})" in said and "damaged" not in said, said)
+        weights.write_bytes(whole)
+        _, _, said = runs.train("held", "--resume", "--steps", 4, small=False, code=2)
+        check(steps_of(out) == [1, 2, 3], steps_of(out))
+    runs.train("held", "--resume", "--steps", 4, small=False)
+    check(steps_of(out) == [1, 2, 3, 4], steps_of(out))
+
+
 def test_from_another_folder():
     """--resume ELSEWHERE --out-dir NEW, killed before its first checkpoint: NEW goes on from there all the same."""
     other, _, _ = runs.train("other", *DATA, "--steps", 10)
@@ -139,6 +157,9 @@ def test_data():
     moved = runs.root / "moved"
     shutil.copy(corpus, moved)
     runs.train("gone", "--data", moved, "--steps", 2)
+    for share, none in (("0.05", True), ("0.3", False)):
+        _, said, _ = runs.train("gone", "--steps", 2, "--resume", "--val-fraction", share)
+        check((f"data.val_fraction = {share}: has no effect" not in said) == none, said)
     moved.unlink()
     _, _, said = runs.train("gone", "--steps", 4, "--resume", code=2)
     check("moved" in said and "No such file" in said, said)
@@ -167,6 +188,7 @@ def test_finished():
 test_going_back()
 test_finished()
 test_best()
+test_while_another_runs()
 test_from_another_folder()
 test_settings()
 test_weights_alone()

@@ -1,5 +1,6 @@
 /* test_safetensors.c - the file format: what is written is what the format's description says, what
    is read back has the same bits, and every kind of damage is refused by name. */
+#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -210,6 +211,15 @@ static void test_every_byte(void) {
 
 /* ---- Disks that are full ---- */
 
+/* Files that were begun and never ended. */
+static int left(void) {
+    int count = 0;
+    DIR *d = opendir(test_root);
+    for (struct dirent *e; d && (e = readdir(d));) count += strstr(e->d_name, ".tmp") != NULL;
+    if (d) closedir(d);
+    return count;
+}
+
 static void test_full_disk(void) {
     uint64_t bytes, xxh64;
     struct rlimit before, small = {100, 100};
@@ -229,12 +239,47 @@ static void test_full_disk(void) {
     setrlimit(RLIMIT_FSIZE, &before);
     TEST_FAULT(ok, &why, "full.safetensors: cannot write&File too large");
     CHECK(access(path, F_OK), "half a file is left");
+    CHECK(left() == 0, "%d files beside it", left());
     TEST_FAULT(
         safetensors_write(test_path("no/such/folder"), sample, TENSORS, &bytes, &xxh64, &why), &why,
         "no/such/folder: cannot create");
     safetensors_tensor twice[] = {sample[0], sample[0]};
     TEST_FAULT(safetensors_write(path, twice, 2, &bytes, &xxh64, &why), &why,
                "tensor layer.0.weight: its name is given twice");
+}
+
+/* A file of that name, and one that a link leads to, stays as it is until the new one is whole; it
+   keeps its mode, and other names of it keep what it was. */
+static void test_older_file(void) {
+    uint64_t bytes, xxh64;
+    size_t count;
+    struct stat s;
+    struct rlimit before, small = {100, 100};
+    const char *path = test_path("older.safetensors"), *link = test_path("older_link");
+    getrlimit(RLIMIT_FSIZE, &before);
+    small.rlim_max = before.rlim_max;
+    CHECK(!symlink("older.safetensors", link), "link");
+    for (int i = 0; i < 2; i++) {
+        check_case("an older file, %s", i ? "by a link" : "by its name");
+        const char *given = i ? link : path;
+        unlink(path);
+        test_write_text(path, "of last week");
+        CHECK(!chmod(path, 0640), "mode");
+        setrlimit(RLIMIT_FSIZE, &small);
+        bool ok = safetensors_write(given, sample, TENSORS, &bytes, &xxh64, &why);
+        setrlimit(RLIMIT_FSIZE, &before);
+        TEST_FAULT(ok, &why, "cannot write&File too large");
+        char *text = test_read(path, &count);
+        CHECK(count == 12 && !memcmp(text, "of last week", 12), "it is lost: %zu bytes", count);
+        free(text);
+        unlink(test_path("other_name"));
+        CHECK(!linkat(AT_FDCWD, path, AT_FDCWD, test_path("other_name"), 0), "a second name");
+        CHECK(safetensors_write(given, sample, TENSORS, &bytes, &xxh64, &why), "%s", why.text);
+        CHECK(!stat(path, &s) && s.st_size == (off_t)bytes && (s.st_mode & 0777) == 0640,
+              "%lld bytes, mode %o", (long long)s.st_size, s.st_mode);
+        CHECK(!stat(test_path("other_name"), &s) && s.st_size == 12, "its other name is new too");
+        CHECK(!lstat(link, &s) && S_ISLNK(s.st_mode), "the link is gone");
+    }
 }
 
 int main(void) {
@@ -245,5 +290,6 @@ int main(void) {
     test_hostile();
     test_every_byte();
     test_full_disk();
+    test_older_file();
     return test_end("test_safetensors");
 }

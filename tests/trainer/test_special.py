@@ -125,12 +125,13 @@ def compare(name, whole, text, same=True):
     ran = subprocess.run([shards, out, given, "--tokenizer-path", path], capture_output=True, text=True, timeout=60)
     if not same:
         check(ran.returncode == 2 and "tokenizer.json" in ran.stderr or "pattern" in ran.stderr, name, ran)
-        return
+        return ran
     check(ran.returncode == 0, name, ran)
     data = (out / "shard_000000.bin").read_bytes()[1024:]
     found = list(struct.unpack(f"<{len(data) // 2}H", data))
     want = Tokenizer.from_file(str(path / "tokenizer.json")).encode(text.decode()).ids
     check(found[:-1] == want, name, found, want)
+    return ran
 
 
 def test_patterns():
@@ -170,10 +171,36 @@ def test_odd_tokenizers():
         whole = tokenizer_json(vocab, [], None)
         whole["model"][key] = value
         compare(f"odd_{key}", whole, text, False)
+    for key, value in (("pre_tokenizer", {"type": "ByteLevel"}), ("version", "2.0"), ("pre_tokenizer", {
+            "type": "Sequence", "pretokenizers": [{"type": "Digits"}, tokenizer_json(vocab, [], None)["pre_tokenizer"]]})):
+        compare(f"unsaid{len(str(value))}", tokenizer_json(vocab, [], None) | {key: value}, text, False)
     pair = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
             "special_tokens": {}}
     compare("odd_template", tokenizer_json(vocab, [], pair), text, False)
     compare("odd_added", tokenizer_json(vocab, {"a": 1}, None), text, False)
+
+
+def test_numbers_of_added_tokens():
+    """The package numbers them itself: what a file numbers otherwise is refused by name, all else is what it makes."""
+    vocab = {w: i for i, w in enumerate([*WORDS, "<|endoftext|>"])}
+    sparse = {w: i if i < 260 else i + 40 for w, i in vocab.items()}  # 261 tokens, the largest id is 300
+    text = b"a the<x>the<y> in a <|endoftext|>"
+    whole = 0
+    for i, (words, *added) in enumerate((
+            (vocab, (261, "<x>"), (262, "<y>")), (vocab, (262, "<x>")), (vocab, (261, "<x>"), (300, "<y>")),
+            (vocab, (262, "<x>"), (261, "<y>")), (vocab, (261, "<x>"), (261, "<y>")), (vocab, (5, "<x>")),
+            (vocab, (261, "<x>"), (261, "<x>")), (vocab, (261, "<x>"), (262, "<x>")),
+            (vocab, (260, "<|endoftext|>"), (261, "<x>")), (sparse, (261, "<x>")), (sparse, (301, "<x>")),
+            (sparse, (300, "<|endoftext|>"), (301, "<x>")), (sparse, (301, "<x>"), (300, "<|endoftext|>")))):
+        json_of = tokenizer_json(words, [token(*one) for one in added], None)
+        reference = Tokenizer.from_str(json.dumps(json_of))
+        same = all(reference.token_to_id(content) == number for number, content in added)
+        ran = compare(f"number{i}", json_of, text, same)
+        check(same or "the package tokenizers numbers these without gaps" in ran.stderr, i, ran)
+        whole += same
+    check(whole == 4, whole)
+    taken = tokenizer_json(sparse | {"in": 261}, [token(261, "<x>")], None)
+    check("id 261 is that of another token" in compare("taken", taken, text, False).stderr, "taken")
 
 
 def test_both_ends():
@@ -197,6 +224,8 @@ def test_both_ends():
     text = runs.root / "two_files.jsonl"
     for name, files, words in (
             ("twice", {"tokenizer.json": tokenizer_json(vocab, added, forms["template"])}, "with one token before"),
+            ("two", {"tokenizer.json": tokenizer_json(vocab, added, {"type": "Sequence", "processors": [
+                forms["roberta"], forms["roberta"]]})}, "at most one of them may add tokens"),
             ("strange", {"tokenizer.json": tokenizer_json(vocab, added, {"type": "Other"})}, "post_processor: Other"),
             ("beside", {"vocab.json": vocab | {"<|endoftext|>": 263}, "merges.txt": "t h\n",
                         "added_tokens.json": {"<pad>": 261}},
@@ -238,6 +267,8 @@ def test_end(vocabulary):
     check(text == "the thing in\n", "the prompt does not end it, nor does half of a stop", text)
     for options, words in ((("--stop", ""), "--stop: must be text"), (("--bench", "--stop", "x"), "with --bench"),
                            (("--bench", "--ignore-eos"), "with --bench"),
+                           (("--bench", "--length", "9"), "--length: has no effect with --bench"),
+                           (("--bench", "--seed", "9"), "--seed: has no effect with --bench"),
                            (("--temperature", "0", "--min-p", "0.1"), "sample.temperature = 0"),
                            (("--repetition-window", "5"), "sample.repetition_penalty = 1"),
                            (("--repetition-penalty", "0"), "must be a number above 0"),
@@ -248,6 +279,7 @@ def test_end(vocabulary):
 test_same_tokens()
 test_patterns()
 test_odd_tokenizers()
+test_numbers_of_added_tokens()
 test_both_ends()
 test_end(test_template())
 done()

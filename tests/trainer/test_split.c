@@ -152,17 +152,18 @@ static void test_no_utf8(void) {
 /* The longest one counts, and their number costs no time at each byte: 50,000 that begin alike,
    before a text of as many bytes, were 2.5 billion comparisons. */
 static void test_added(void) {
-    enum { MANY = 50000 };
+    enum { MANY = 50000, FIRST = 257 };
     json_t *added = json_array();
     char name[64];
     size_t bytes;
     check_case("many added tokens");
     for (int i = 0; i < MANY; i++) {
         snprintf(name, sizeof name, "<|%d|>", i);
-        json_array_append_new(added, json_pack("{s:i, s:s}", "id", 1000 + i, "content", name));
+        json_array_append_new(added, json_pack("{s:i, s:s}", "id", FIRST + i, "content", name));
     }
-    json_array_append_new(added, json_pack("{s:i, s:s}", "id", 900, "content", "<|7"));
-    json_array_append_new(added, json_pack("{s:i, s:s}", "id", 901, "content", "<|7|>more"));
+    json_array_append_new(added, json_pack("{s:i, s:s}", "id", FIRST + MANY, "content", "<|7"));
+    json_array_append_new(added,
+                          json_pack("{s:i, s:s}", "id", FIRST + MANY + 1, "content", "<|7|>more"));
     tokenizer *t = open_split("a", "a", added);
     if (!CHECK(t != NULL, "%s", why.text)) return;
     static char text[MANY + 64];
@@ -172,7 +173,7 @@ static void test_added(void) {
     alarm(60);
     CHECK(tokenizer_encode(t, text, strlen(text), &list, &why), "%s", why.text);
     alarm(0);
-    static const int32_t due[] = {1077, 1007, 901, 900};
+    static const int32_t due[] = {FIRST + 77, FIRST + 7, FIRST + MANY + 1, FIRST + MANY};
     for (int i = 0; i < 4 && list.count > MANY + 4; i++)
         CHECK(list.ids[MANY + i] == due[i], "token %d is %d", i, list.ids[MANY + i]);
     CHECK(list.count > MANY + 4, "%zu tokens", list.count);
@@ -184,7 +185,7 @@ static void test_added(void) {
     static char longest[5000];
     memset(longest, '<', sizeof longest - 1);
     added = json_array();
-    json_array_append_new(added, json_pack("{s:i, s:s}", "id", 900, "content", longest));
+    json_array_append_new(added, json_pack("{s:i, s:s}", "id", 257, "content", longest));
     TEST_FAULT(open_split("a", "a", added) != NULL, &why,
                "split: added_tokens, number 0: 4999 bytes");
 }

@@ -113,6 +113,23 @@ def test_asked_all_the_time(text):
     check(run.wait(120) == 128 + signal.SIGTERM, run.returncode)
 
 
+def test_terminal_that_ends(text):
+    """A hangup ends a run as SIGTERM does, and passes by one that nohup has started."""
+    for name, ignored in (("hung", signal.SIG_DFL), ("nohup", signal.SIG_IGN)):
+        here = signal.signal(signal.SIGHUP, ignored)  # a program inherits it
+        out, run = runs.start(name, "--data", text, "--steps", 1000000)
+        signal.signal(signal.SIGHUP, here)
+        rows = lambda: (out / "training.csv").read_text().count("\n") if (out / "training.csv").exists() else 0
+        wait_for("a step", lambda: rows() > 2)
+        run.send_signal(signal.SIGHUP)
+        if ignored == signal.SIG_IGN:
+            before = rows()
+            wait_for("more steps", lambda: run.poll() is not None or rows() > before + 20)
+            check(run.poll() is None, run.returncode)
+            run.send_signal(signal.SIGTERM)
+        check(run.wait(120) == (143 if ignored == signal.SIG_IGN else 129), name, run.returncode)
+
+
 def test_halt_from_outside(text):
     out, run = runs.start("outside", "--data", text, "--steps", 1000000)
     wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
@@ -215,6 +232,7 @@ with concurrent.futures.ThreadPoolExecutor() as beside:
     test_gates_by_layer(corpus)
     test_asked_where_it_is(corpus)
     test_asked_all_the_time(corpus)
+    test_terminal_that_ends(corpus)
     test_halt_from_outside(corpus)
     test_closed_output(corpus)
     test_stalled_reader(corpus)

@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -154,6 +155,50 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
     }
     folder_of(folder, sizeof folder, path);
     return files_sync_folder(folder, f);
+}
+
+/* Where the file is or will be, and whether there is no other way than to write it as it lies. */
+static bool find_draft(files_draft *d, const char *path, struct stat *s, fault *f) {
+    char folder[PATH_ROOM], real[PATH_MAX];
+    bool named = files_exist(path), there = !stat(path, s);
+    const char *at = there && realpath(path, real) ? real : path;
+    if (strlen(at) >= sizeof d->path) return fault_set(f, "%.200s...: the path is too long", path);
+    memcpy(d->path, at, strlen(at) + 1);
+    folder_of(folder, sizeof folder, d->path);
+    d->in_place = named && (!there || !S_ISREG(s->st_mode) || access(folder, W_OK | X_OK));
+    d->given = path;
+    if (!there) s->st_mode = 0666;
+    return true;
+}
+
+bool files_draft_open(files_draft *d, const char *path, fault *f) {
+    struct stat s;
+    if (!find_draft(d, path, &s, f)) return false;
+    d->replaces = !d->in_place && files_exist(d->path);
+    snprintf(d->aside, sizeof d->aside, "%s.%ld.tmp", d->path, (long)getpid());
+    if (!d->in_place) unlink(d->aside); /* a killed process of that number may have left it */
+    d->fd = d->in_place ? open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)
+                        : open(d->aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (d->fd < 0) return fault_errno(f, "%s: cannot create", path);
+    if (d->replaces) (void)!fchmod(d->fd, s.st_mode & 0777);
+    return true;
+}
+
+bool files_draft_close(files_draft *d, bool ok, fault *f) {
+    char folder[PATH_ROOM];
+    fault unused;
+    /* A device cannot be flushed and says EINVAL. */
+    if (ok && fsync(d->fd) && errno != EINVAL) ok = fault_errno(f, "%s: cannot flush", d->given);
+    if (close(d->fd) && ok) ok = fault_errno(f, "%s: cannot close", d->given);
+    if (ok && !d->in_place && rename(d->aside, d->path))
+        ok = fault_errno(f, "%s: cannot be put in place", d->given);
+    if (!ok && d->in_place)
+        files_remove_partial(d->given);
+    else if (!ok)
+        unlink(d->aside);
+    folder_of(folder, sizeof folder, d->path);
+    if (ok && d->replaces) (void)files_sync_folder(folder, &unused); /* it may be unreadable */
+    return ok;
 }
 
 bool files_append_line(const char *path, const char *line, fault *f) {

@@ -34,6 +34,22 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
 /* Writes beside `path`, flushes, and renames onto it: a reader sees the old file or the new one. */
 bool files_replace(const char *path, const void *from, size_t bytes, fault *f);
 
+/* A file whose name the user gave, while it is written: beside `path`, so that an older file of
+   that name stays until the new one is whole, and where it cannot be written for good. A link is
+   followed. A device, a pipe, or a file in a folder that lets nobody add one, is written as it
+   lies. */
+typedef struct files_draft {
+    int fd;
+    bool in_place, replaces;
+    const char *given; /* the name that messages have */
+    char path[4096], aside[4096 + 32];
+} files_draft;
+
+bool files_draft_open(files_draft *d, const char *path, fault *f);
+
+/* Flushes it and puts it in place; with `ok` false, takes it back and leaves the fault as it is. */
+bool files_draft_close(files_draft *d, bool ok, fault *f);
+
 /* Adds a line, of which a killed process leaves all or a part that the next call ends; flushed. */
 bool files_append_line(const char *path, const char *line, fault *f);
 

@@ -49,6 +49,12 @@ static void handle(int number, void (*handler)(int), int flags) {
     sigaction(number, &a, NULL);
 }
 
+/* By nohup, so that a run goes on where its terminal ends. */
+static bool is_ignored(int number) {
+    struct sigaction a;
+    return !sigaction(number, NULL, &a) && a.sa_handler == SIG_IGN;
+}
+
 static const int polite[] = {SIGTERM, SIGINT, SIGHUP};
 static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGQUIT, SIGXCPU};
 
@@ -57,7 +63,8 @@ void signals_install(void (*last)(int number)) {
     last_words = last;
     sigaltstack(&stack, NULL);
     for (size_t i = 0; i < sizeof polite / sizeof polite[0]; i++)
-        handle(polite[i], ask, SA_RESTART | SA_ONSTACK);
+        if (polite[i] != SIGHUP || !is_ignored(SIGHUP))
+            handle(polite[i], ask, SA_RESTART | SA_ONSTACK);
     for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) handle(fatal[i], die, SA_ONSTACK);
     handle(SIGPIPE, SIG_IGN, 0);
     handle(SIGXFSZ, SIG_IGN, 0);

@@ -124,7 +124,8 @@ static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f)
         if (fields[i].kind == FIELD_HEX) memcpy(at, &bits, sizeof bits);
         if (fields[i].kind == FIELD_NUMBER || newer) memcpy(at, &number, sizeof number);
     }
-    return true;
+    return (s->loss_scale > 0 && s->loss_scale <= (double)COUNT_LIMIT) ||
+           fault_set(f, "\"state\": loss_scale must be above 0, and at most 2^48");
 }
 
 /* The checksum of a JSON value is that of its one canonical text. */
@@ -334,6 +335,8 @@ static bool check_files(json_t *files, fault *f) {
     const char *name;
     json_t *file;
     if (!json_is_object(files)) return fault_set(f, "\"files\" must be an object");
+    if (!json_object_get(files, "model.safetensors"))
+        return fault_set(f, "\"files\" must list model.safetensors");
     json_object_foreach(files, name, file) {
         size_t length = strlen(name);
         uint64_t unused;
@@ -509,24 +512,32 @@ static bool find_best(const char *root, fault *f) {
     return ok;
 }
 
-static bool hash_file(const char *path, uint64_t *bytes, uint64_t *xxh64, fault *f) {
+/* Of a file that was cut short or goes on, the size, which takes no time, is told before the
+   checksum is asked for. */
+static bool check_size(const checkpoint *k, const char *name, const char *path, int fd, fault *f) {
+    const json_t *file = json_object_get(k->files, name);
+    json_int_t size = json_integer_value(json_object_get(file, "bytes"));
+    struct stat s;
+    if (fstat(fd, &s)) return fault_errno(f, "%s: cannot read", path);
+    return (json_int_t)s.st_size == size ||
+           fault_set(f, "%s: damaged: %lld bytes, state.json says %lld", path, (long long)s.st_size,
+                     (long long)size);
+}
+
+static bool hash_file(int fd, const char *path, uint64_t *xxh64, fault *f) {
     enum { CHUNK = 1 << 20 };
     char *chunk = malloc(CHUNK);
     XXH64_state_t *hash = XXH64_createState();
-    int fd = files_open(path, f);
-    bool ok = fd >= 0 && ((chunk && hash) || fault_set(f, "%s: out of memory", path));
+    bool ok = (chunk && hash) || fault_set(f, "%s: out of memory", path);
     if (ok) XXH64_reset(hash, 0);
-    *bytes = 0;
     while (ok) {
         ssize_t got = read(fd, chunk, CHUNK);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) ok = fault_errno(f, "%s: cannot read", path);
         if (got <= 0) break;
         XXH64_update(hash, chunk, (size_t)got);
-        *bytes += (uint64_t)got;
     }
     if (ok) *xxh64 = XXH64_digest(hash);
-    if (fd >= 0) close(fd);
     XXH64_freeState(hash);
     free(chunk);
     return ok;
@@ -534,19 +545,17 @@ static bool hash_file(const char *path, uint64_t *bytes, uint64_t *xxh64, fault 
 
 static bool verify(const checkpoint *k, const char *name, const char *path, fault *f) {
     const json_t *file = json_object_get(k->files, name);
-    uint64_t want, have, bytes;
-    json_int_t size = json_integer_value(json_object_get(file, "bytes"));
+    uint64_t want, have;
     if (!parse_hex(json_object_get(file, "xxh64"), &want))
         return fault_set(f, "%s: state.json does not list %s", k->path, name);
-    if (!hash_file(path, &bytes, &have, f)) return false;
-    if (bytes != (uint64_t)size)
-        return fault_set(f, "%s: damaged: %" PRIu64 " bytes, state.json says %lld", path, bytes,
-                         (long long)size);
-    if (have != want)
-        return fault_set(f,
-                         "%s: damaged: its checksum is %016" PRIx64 ", state.json says %016" PRIx64,
-                         path, have, want);
-    return true;
+    int fd = files_open(path, f);
+    bool ok = fd >= 0 && check_size(k, name, path, fd, f) && hash_file(fd, path, &have, f);
+    if (fd >= 0) close(fd);
+    if (ok && have != want)
+        ok =
+            fault_set(f, "%s: damaged: its checksum is %016" PRIx64 ", state.json says %016" PRIx64,
+                      path, have, want);
+    return ok;
 }
 
 bool checkpoint_load(const checkpoint *k, const checkpoint_part *part, fault *f) {
@@ -593,12 +602,14 @@ bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_sta
 
 /* ---- Going on from one ---- */
 
-static bool copy_file(const char *from, const char *to, fault *f) {
+static bool copy_file(const checkpoint *k, const char *name, const char *from, const char *to,
+                      fault *f) {
     enum { CHUNK = 1 << 20 };
     char *chunk = malloc(CHUNK);
     struct stat s;
     int in = files_open(from, f);
-    bool ok = in >= 0 && (!fstat(in, &s) || fault_errno(f, "%s: cannot read", from));
+    bool ok = in >= 0 && check_size(k, name, from, in, f) &&
+              (!fstat(in, &s) || fault_errno(f, "%s: cannot read", from));
     int out = ok ? open(to, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, s.st_mode & 0666) : -1;
     if (ok && out < 0) ok = fault_errno(f, "%s: cannot create", to);
     if (ok && !chunk) ok = fault_set(f, "%s: out of memory", to);
@@ -634,7 +645,7 @@ static bool take_files(const checkpoint *k, const char *folder, fault *f) {
         if (!files_join(from, sizeof from, k->path, name, f) ||
             !files_join(to, sizeof to, folder, name, f) ||
             ((!may_share(from) || link(from, to)) &&
-             !(copy_file(from, to, f) && verify(k, name, to, f))))
+             !(copy_file(k, name, from, to, f) && verify(k, name, to, f))))
             return false;
     }
     return true;

@@ -121,12 +121,12 @@ bool safetensors_write(const char *path, const safetensors_tensor *list, size_t 
     writer w = {.path = path, .hash = XXH64_createState()};
     if (!w.hash) return fault_set(f, "%s: out of memory", path);
     XXH64_reset(w.hash, 0);
-    w.fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    bool ok = w.fd >= 0 || fault_errno(f, "%s: cannot create", path);
-    ok = ok && put_all(&w, list, count, f);
-    if (ok && fsync(w.fd)) ok = fault_errno(f, "%s: cannot flush", path);
-    if (w.fd >= 0 && close(w.fd) && ok) ok = fault_errno(f, "%s: cannot close", path);
-    if (!ok && w.fd >= 0) files_remove_partial(path);
+    files_draft draft;
+    bool ok = files_draft_open(&draft, path, f);
+    if (ok) {
+        w.fd = draft.fd;
+        ok = files_draft_close(&draft, put_all(&w, list, count, f), f);
+    }
     *bytes = w.bytes;
     *xxh64 = XXH64_digest(w.hash);
     XXH64_freeState(w.hash);

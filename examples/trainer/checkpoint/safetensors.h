@@ -31,8 +31,9 @@ typedef struct safetensors_tensor {
 
 size_t safetensors_tensor_bytes(const safetensors_tensor *t);
 
-/* Writes the tensors in the order given and flushes them to the disk; on failure no file is left.
-   `bytes` and `xxh64` describe what was written. */
+/* Writes the tensors in the order given and flushes them to the disk; on failure the file that
+   bears the name, if there is one, stays as it is. `bytes` and `xxh64` describe what was
+   written. */
 bool safetensors_write(const char *path, const safetensors_tensor *list, size_t count,
                        uint64_t *bytes, uint64_t *xxh64, fault *f);
 

@@ -151,6 +151,9 @@ option_outcome config_load(config *c, const config_program *program, int argc, c
 /* What was given has no effect beside the other settings: refused where it was typed, else said. */
 bool config_check_effects(const config *c, const listener *notes, fault *f);
 
+/* Says what was given for several processes, of which there is one. */
+void config_say_alone(const config *c, const listener *notes);
+
 /* The rules that tie the settings of a model to each other; config_load has applied them. */
 bool config_check_model(const config *c, fault *f);
 
@@ -203,5 +206,8 @@ struct json_t *config_changes(const config *a, const config *b);
    for nsa.n_sel, how many blocks are read, and model.attention where the command line changes it.
    The fault names the first that differs. */
 bool config_same_model(const config *a, const config *b, fault *f);
+
+/* Whether the settings that config_load took from a checkpoint are those of `kept`. */
+bool config_recalled(const config *c, const config *kept, fault *f);
 
 #endif

@@ -22,8 +22,11 @@ static const effect effects[] = {
     {"data.tokenizer_path", "data.tokenizer", "gpt2", false},
     {"data.path", READ},
     {"data.val_fraction", READ},
+    {"data.isolate_documents", READ},
+    {"data.synthetic_on_fail", READ},
     {"data.fwe_report_docs", "data.dataset", "!synthetic|retrieval|bin", false},
     {"train.decay_fraction", "train.lr_schedule", "wsd", false},
+    {"train.keep_every", "train.keep_checkpoints", "!0", false},
     {"model.rope_factor", "model.rope_scaling", "!none", false},
     {"model.rope_trained_context", "model.rope_scaling", "yarn|llama3", false},
     {"model.rope_fast", "model.rope_scaling", "yarn|llama3", false},
@@ -78,6 +81,24 @@ static bool is_idle(const config *c, const effect *e, const option *entry, char 
     option_value(c, config_find(e->other), value, CONFIG_PATH_BYTES);
     bool is_none_of = e->values[0] == '!';
     return has_word(e->values + is_none_of, value) == is_none_of;
+}
+
+void config_say_alone(const config *c, const listener *notes) {
+    static const char *const keys[] = {"runtime.ddp_bucket_mb", "runtime.ddp_compress",
+                                       "runtime.ddp_check_every", "runtime.ddp_timeout",
+                                       "telemetry.trace_ddp_buckets"};
+    char mine[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        const option *entry = config_find(keys[i]);
+        config_layer layer = config_from(c, keys[i]);
+        option_value(c, entry, mine, sizeof mine);
+        if (layer == CONFIG_FROM_DEFAULT || layer == CONFIG_FROM_CHECKPOINT ||
+            is_default(entry, mine))
+            continue;
+        config_place(c, entry, place, sizeof place);
+        listener_say(notes, "%s = %.200s (%.200s): no effect: this is the only process", keys[i],
+                     mine, place);
+    }
 }
 
 bool config_check_effects(const config *c, const listener *notes, fault *f) {

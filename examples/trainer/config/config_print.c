@@ -180,3 +180,19 @@ bool config_same_model(const config *a, const config *b, fault *f) {
     }
     return true;
 }
+
+bool config_recalled(const config *c, const config *kept, fault *f) {
+    char values[2][CONFIG_PATH_BYTES];
+    bool any = false;
+    for (size_t i = 0; i < config_entry_count; i++) {
+        const option *e = &config_entries[i];
+        if (c->origin[i].layer != CONFIG_FROM_CHECKPOINT) continue;
+        any = true;
+        option_value(c, e, values[0], sizeof values[0]);
+        option_value(kept, e, values[1], sizeof values[1]);
+        if (strcmp(values[0], values[1]))
+            return fault_set(f, "%s was %.100s in the newest checkpoint and is %.100s", e->key,
+                             values[0], values[1]);
+    }
+    return any || fault_set(f, "there was no checkpoint");
+}

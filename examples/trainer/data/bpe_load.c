@@ -271,10 +271,11 @@ static bool is_word(const json_t *object, const char *key, const char *word) {
     return text && !strcmp(text, word);
 }
 
-/* ByteLevel that adds no space and, as `splits` says, splits by GPT-2's pattern or not at all. */
+/* ByteLevel that says that it adds no space and, as `splits` says, splits by GPT-2's pattern or not
+   at all. */
 static bool is_byte_level(const json_t *x, bool splits) {
     return is_word(x, "type", "ByteLevel") &&
-           !json_is_true(json_object_get(x, "add_prefix_space")) &&
+           json_is_false(json_object_get(x, "add_prefix_space")) &&
            !json_is_false(json_object_get(x, "use_regex")) == splits;
 }
 
@@ -290,8 +291,9 @@ static bool read_splitter(bpe_vocab *v, const json_t *x, bool *last, fault *f) {
         return ok || fault_set(f, "a Sequence must be of Split, Digits and ByteLevel");
     }
     if (is_word(x, "type", "Digits")) {
-        bool each = json_is_true(json_object_get(x, "individual_digits"));
-        return add_pattern(v, each ? "\\p{N}" : "\\p{N}+", f);
+        const json_t *said = json_object_get(x, "individual_digits");
+        bool each = json_is_true(said);
+        return json_is_boolean(said) && add_pattern(v, each ? "\\p{N}" : "\\p{N}+", f);
     }
     regex = json_object_get(json_object_get(x, "pattern"), "Regex");
     if (is_word(x, "type", "Split") && is_word(x, "behavior", "Isolated") && json_is_string(regex))
@@ -362,31 +364,61 @@ static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t
     return value < TOKEN_LIMIT && json_string_length(json_object_get(x, "content")) ? value : -1;
 }
 
+/* The package numbers added tokens that the vocabulary lacks itself, one by one from the number of
+   its tokens on, whatever their ids in the file: ids with gaps would be others there. `numbers` has
+   those of the tokens before, by content. */
+static bool check_number(const json_t *vocab, json_t *numbers, const json_t *x, json_int_t id,
+                         json_int_t *largest, fault *f) {
+    const char *content = json_string_value(json_object_get(x, "content"));
+    const json_t *before = json_object_get(numbers, content);
+    json_int_t tokens = (json_int_t)json_object_size(vocab), number = *largest + 1;
+    if (json_object_get(vocab, content)) return true;
+    if (before)
+        number = json_integer_value(before);
+    else if (number < tokens)
+        number = tokens;
+    if (id != number)
+        return fault_set(f,
+                         "\"%.60s\": its id is %lld; it must be %lld, for the package tokenizers "
+                         "numbers these without gaps behind the vocabulary's %lld tokens",
+                         content, (long long)id, (long long)number, (long long)tokens);
+    *largest = number > *largest ? number : *largest;
+    return !json_object_set_new(numbers, content, json_integer(number)) ||
+           fault_set(f, "out of memory");
+}
+
 /* How many tokens and bytes the added ones need. */
 static bool measure_added(bpe_vocab *v, const json_t *vocab, const json_t *list, size_t *bytes,
                           const char *path, fault *f) {
+    json_t *numbers = json_object();
+    json_int_t largest = -1;
+    fault why;
+    bool ok = true;
     if (list && !json_is_null(list) && !json_is_array(list))
-        return fault_set(f, "%s: added_tokens: must be a list", path);
-    for (size_t i = 0; i < json_array_size(list); i++) {
+        ok = fault_set(f, "%s: added_tokens: must be a list", path);
+    for (size_t i = 0; ok && i < json_array_size(list); i++) {
         const json_t *x = json_array_get(list, i);
         json_int_t id = added_id(v, vocab, x);
         if (id < 0)
-            return fault_set(f,
-                             "%s: added_tokens, number %zu: must have an id in 0 .. %d and a "
-                             "content; lstrip, rstrip and single_word must be false, and with NFC "
-                             "normalized too where it is not ASCII or ends in a letter",
-                             path, i, TOKEN_LIMIT - 1);
+            ok = fault_set(f,
+                           "%s: added_tokens, number %zu: must have an id in 0 .. %d and a "
+                           "content; lstrip, rstrip and single_word must be false, and with NFC "
+                           "normalized too where it is not ASCII or ends in a letter",
+                           path, i, TOKEN_LIMIT - 1);
+        else if (!check_number(vocab, numbers, x, id, &largest, &why))
+            ok = fault_set(f, "%s: added_tokens, number %zu: %.400s", path, i, why.text);
         if (id >= v->size) v->size = (int32_t)id + 1;
         *bytes += json_string_length(json_object_get(x, "content"));
     }
-    return true;
+    json_decref(numbers);
+    return ok;
 }
 
 /* The added tokens behind those of the vocabulary; `used` is where the arena is free. First those
    that are looked for in the text as it is, then those that are in what lies between. */
 static bool fill_added(bpe_vocab *v, const json_t *vocab, const json_t *list, size_t used,
                        const char *path, fault *f) {
-    size_t count = json_array_size(list);
+    size_t count = json_array_size(list), own = used;
     v->added = malloc((count + 1) * sizeof *v->added);
     if (!v->added) return fault_set(f, "%s: out of memory", path);
     for (size_t i = 0; i < 2 * count; i++) {
@@ -394,6 +426,9 @@ static bool fill_added(bpe_vocab *v, const json_t *vocab, const json_t *list, si
         if (json_is_true(json_object_get(x, "normalized")) != (i >= count)) continue;
         int32_t id = (int32_t)added_id(v, vocab, x);
         bpe_span span = {used, json_string_length(content)};
+        bool taken = v->tokens[id].bytes && v->tokens[id].begin < own;
+        if (taken && !json_object_get(vocab, json_string_value(content)))
+            return fault_set(f, "%s: added_tokens: id %d is that of another token", path, (int)id);
         memcpy(v->arena + used, json_string_value(content), span.bytes);
         used += span.bytes;
         v->tokens[id] = span;
@@ -500,42 +535,51 @@ static bool read_template(bpe_vocab *v, const json_t *x, const char *path, fault
             take_piece(v, x, json_array_get(single, text + 1), &v->end_of_text, path, f));
 }
 
-/* What a text begins with, and where it says so, what it ends with. */
-static bool read_around(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
+/* What a text begins with, and where it says so, what it ends with. Of two that add tokens the
+   package lets the second see the first's as a text of their own. */
+static bool read_around(bpe_vocab *v, const json_t *x, bool *adds, const char *path, fault *f) {
     const json_t *list = json_object_get(x, "processors");
     const char *type = json_string_value(json_object_get(x, "type"));
     if (!x || json_is_null(x) || is_word(x, "type", "ByteLevel")) return true;
+    bool is_list = is_word(x, "type", "Sequence");
+    if (!is_list && *adds)
+        return fault_set(f, "%s: post_processor: at most one of them may add tokens", path);
+    *adds = !is_list;
     if (is_word(x, "type", "TemplateProcessing")) return read_template(v, x, path, f);
     if (is_word(x, "type", "RobertaProcessing") || is_word(x, "type", "BertProcessing"))
         return take_special(v, json_array_get(json_object_get(x, "cls"), 1), &v->prefix, path, f) &&
                take_special(v, json_array_get(json_object_get(x, "sep"), 1), &v->end_of_text, path,
                             f);
-    if (!is_word(x, "type", "Sequence"))
+    if (!is_list)
         return fault_set(f, "%s: post_processor: %.60s: unknown", path, type ? type : "of no type");
     for (size_t i = 0; i < json_array_size(list); i++) {
         const json_t *inner = json_array_get(list, i);
         if (json_object_get(inner, "processors"))
             return fault_set(f, "%s: post_processor: a sequence within a sequence", path);
-        if (!read_around(v, inner, path, f)) return false;
+        if (!read_around(v, inner, adds, path, f)) return false;
     }
     return true;
 }
 
 static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     size_t bytes, vocab_bytes;
+    bool adds = false;
     json_t *root = json_file_read(path, &json_of_tokens, f);
     json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
     const json_t *added = json_object_get(root, "added_tokens");
-    bool ok = root && check_kind(model, path, f) &&
-              read_normalizer(v, json_object_get(root, "normalizer"), path, f) &&
-              read_splitters(v, json_object_get(root, "pre_tokenizer"), path, f) &&
-              measure(v, vocab, path, &vocab_bytes, f);
+    const json_t *version = json_object_get(root, "version");
+    bool ok = root && (!version || is_word(root, "version", "1.0") ||
+                       fault_set(f, "%s: version: must be \"1.0\"", path));
+    ok = ok && check_kind(model, path, f) &&
+         read_normalizer(v, json_object_get(root, "normalizer"), path, f) &&
+         read_splitters(v, json_object_get(root, "pre_tokenizer"), path, f) &&
+         measure(v, vocab, path, &vocab_bytes, f);
     bytes = ok ? vocab_bytes : 0;
     ok = ok && measure_added(v, vocab, added, &bytes, path, f) &&
          take_tokens(v, vocab, bytes, path, f) &&
          fill_added(v, vocab, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
-         read_around(v, json_object_get(root, "post_processor"), path, f) && find_end(v, path, f) &&
-         load_merge_list(v, json_object_get(model, "merges"), path, f);
+         read_around(v, json_object_get(root, "post_processor"), &adds, path, f) &&
+         find_end(v, path, f) && load_merge_list(v, json_object_get(model, "merges"), path, f);
     if (ok) v->whole = json_is_true(json_object_get(model, "ignore_merges"));
     json_decref(root);
     return ok;

@@ -353,6 +353,12 @@ static void note_resume(const data *d) {
         listener_say(&d->options.notes,
                      "warning: the checkpoint does not say what was set aside for validation; it "
                      "may be text that was trained on");
+    else if (d->options.other_fraction)
+        listener_say(
+            &d->options.notes,
+            "warning: data.val_fraction = %g: has no effect: a run that goes on keeps what "
+            "it has set aside",
+            d->config.val_fraction);
 }
 
 /* Evaluations that cannot be made, or only on less than was asked for. */

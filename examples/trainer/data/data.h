@@ -56,6 +56,7 @@ typedef struct data_options {
     int64_t val_batches; /* wanted for an evaluation; 0: nothing is set aside */
     int input;           /* the descriptor that "-" reads: 0 in a program */
     const data_position *resume; /* NULL: from the start */
+    bool other_fraction;         /* resume: val_fraction is not that of the checkpoint */
     int (*stop)(void); /* not NULL: once it is not 0, waiting for data ends with a fault */
     listener notes;
 } data_options;

@@ -21,9 +21,11 @@ static size_t skip_space(const char *text, size_t bytes, size_t at) {
     return at;
 }
 
-/* Of the byte order mark that programs of Windows put before UTF-8. */
+/* Of the byte order mark that programs of Windows put before UTF-8, one after the other. */
 static size_t mark_bytes(const char *head, size_t bytes) {
-    return bytes >= 3 && !memcmp(head, "\xef\xbb\xbf", 3) ? 3 : 0;
+    size_t at = 0;
+    while (bytes - at >= 3 && !memcmp(head + at, "\xef\xbb\xbf", 3)) at += 3;
+    return at;
 }
 
 /* ---- What is no data ---- */
@@ -79,6 +81,8 @@ static const struct {
     {"GGUF", 4, 0, "a model (GGUF)", TEXT},
     {"version https://git-lfs.github.com/", 35, 0, "a pointer of Git LFS, not the data themselves",
      "fetch them (git lfs pull)"},
+    {"\x1e{", 2, 0, "a sequence of JSON texts (RFC 7464)",
+     "take its separators out first (tr -d '\\036')"},
     {"\xff\xfe\0\0", 4, 0, "text in UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"},
     {"\0\0\xfe\xff", 4, 0, "text in UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"},
     {"\xff\xfe", 2, 0, "text in UTF-16", "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"},
@@ -234,6 +238,32 @@ static bool looks_like_json(const char *text, size_t bytes, size_t at) {
     return next < bytes && text[next] == '"';
 }
 
+/* The [ at `at` begins an array of strings: of JSON's, which are all on one line. */
+static bool begins_strings(const char *text, size_t bytes, size_t at) {
+    size_t next = skip_space(text, bytes, at + 1);
+    if (text[at] != '[' || next == bytes || text[next] != '"') return false;
+    for (next++; next < bytes && text[next] != '"'; next++) {
+        if ((unsigned char)text[next] < ' ') return false;
+        next += text[next] == '\\';
+    }
+    next = skip_space(text, bytes, next + 1);
+    if (next >= bytes) return true;
+    size_t behind = skip_space(text, bytes, next + 1);
+    return text[next] == ',' ? behind == bytes || text[behind] == '"'
+                             : text[next] == ']' && behind == bytes;
+}
+
+/* The first line is none of JSON, but the second is an object of it. */
+static bool hides_json(const char *text, size_t bytes, size_t at) {
+    const char *newline = memchr(text + at, '\n', bytes - at);
+    size_t begin = newline ? skip_space(text, bytes, (size_t)(newline - text)) : bytes, end = begin;
+    while (end < bytes && text[end] != '\n') end++;
+    bool whole = end < bytes;
+    while (end > begin && (text[end - 1] == ' ' || text[end - 1] == '\r')) end--;
+    return begin < bytes && text[begin] == '{' && looks_like_json(text, bytes, begin) &&
+           (!whole || text[end - 1] == '}');
+}
+
 /* What is text, but not such that anybody means its very bytes, who does not say so. */
 static bool check_markup(const char *name, const char *text, size_t bytes, bool inside, fault *f) {
     const char *what = names_table(name) ? "a table by its name" : NULL;
@@ -267,7 +297,11 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
     size_t next = skip_space(head, bytes, at + 1);
     bool strings = first == '[' && next < bytes && head[next] == '"';
     bool records = json || (wish == FORMAT_RECORDS && (first == '{' || strings)) ||
-                   (wish != FORMAT_BYTES && looks_like_json(head, bytes, at));
+                   (wish != FORMAT_BYTES &&
+                    (looks_like_json(head, bytes, at) || begins_strings(head, bytes, at)));
+    if (wish != FORMAT_BYTES && !records && hides_json(head, bytes, at))
+        return refuse(f, name, inside, "JSON lines behind a first line that is none",
+                      "cut that off (tail -n +2); --dataset text takes it as it is");
     if (records) to->kind = first == '[' ? FORMAT_JSON_ARRAY : FORMAT_JSON_LINES;
     if (records && first == '{' && memchr(head + at, '\n', next - at))
         return fault_set(f,

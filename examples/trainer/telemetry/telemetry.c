@@ -297,6 +297,7 @@ static void recall_statistics(void *user, const double *values) {
 
 static void recall_validation(void *user, const double *values) {
     telemetry *t = user;
+    t->last_eval = (int64_t)values[0];
     t->metrics.val_loss = values[1];
     t->metrics.val_loss_best = fmin(t->metrics.val_loss_best, values[1]);
 }
@@ -390,13 +391,17 @@ static void arm_metrics(telemetry *t) {
 
 /* ---- The whole ---- */
 
+int telemetry_hold(const config *c, fault *f) {
+    return files_lock(c->train.out_dir, ".lock", f);
+}
+
 static bool enter_folder(telemetry *t, const telemetry_options *o, fault *f) {
     const char *folder = o->config->train.out_dir;
     if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
         return false;
     if (!t->is_first_rank) return true;
     if (!files_make_folder(folder, f)) return false;
-    t->held = files_lock(folder, ".lock", f);
+    if (t->held < 0) t->held = telemetry_hold(o->config, f);
     if (t->held < 0 || !check_folder(o->config, o->resumed, f)) return false;
     sweep(folder);
     /* What an earlier run came to must not pass for this one's end, should it be killed. */
@@ -436,7 +441,7 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->config = o->config;
     t->is_first_rank = o->rank == 0;
     t->resumed = o->resumed;
-    t->held = -1;
+    t->held = o->held > 0 ? o->held : -1;
     t->tokens = o->tokens;
     t->first_step = o->resume_step + 1;
     t->metrics = m;
@@ -488,6 +493,10 @@ bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_pe
     const events_scalar scalars[] = {{"val/loss", val_loss}, {"val/ppl", row[1]}};
     return csv_row(&t->val, step, row, 2, f) && events_write(&t->events, step, scalars, 2, f) &&
            telemetry_note(t, "progress", f);
+}
+
+bool telemetry_lacks_eval(const telemetry *t, int64_t step) {
+    return t->val.on && t->last_eval != step;
 }
 
 void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int64_t peak) {

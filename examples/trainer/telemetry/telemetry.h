@@ -26,8 +26,14 @@ typedef struct telemetry_options {
     int64_t resume_step;        /* steps done before; 0 for a new run */
     double loss_first, seconds; /* of a resumed run, from its checkpoint */
     int64_t tokens;             /* so are these: trained on before */
+    int held;                   /* telemetry_hold's; 0: the folder is not held yet */
     FILE *log;                  /* the terminal; NULL: silent */
 } telemetry_options;
+
+/* Holds the out_dir of a run that goes on, before it looks for what it goes on from: a run that is
+   still there may save once more. The descriptor is telemetry_open's to close; -1: another run has
+   it. */
+int telemetry_hold(const config *c, fault *f);
 
 /* Makes out_dir, refuses one that is used (by another process at this moment, by an earlier run, or
    that holds a .HALT), removes what a killed run left half written,
@@ -78,6 +84,9 @@ bool telemetry_sync(telemetry *t, fault *f);
 /* After an evaluation: a row of val.csv and a line. bytes_per_token turns nats into bits per
    byte (1 for bytes; 0: not known). */
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f);
+
+/* Whether the tables that a resumed run found have no evaluation of this step, its newest. */
+bool telemetry_lacks_eval(const telemetry *t, int64_t step);
 
 /* Writes .anomaly_type and .HALT; returns false, with the reason in the fault. */
 bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f);

@@ -27,6 +27,7 @@ struct telemetry {
     metrics metrics;
     double rates[TELEMETRY_RATES]; /* tokens/s of the newest steps, one after the other in a ring */
     int64_t rate_count;
+    int64_t last_eval;                   /* of the rows of val.csv that a resumed run found */
     double line_tokens, line_seconds;    /* of the steps since the last log line */
     double step_seconds;                 /* running mean, for the time left */
     double beside;                       /* s, beside the steps of this start */

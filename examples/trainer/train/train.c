@@ -372,10 +372,23 @@ static void foresee_end(const dist *d, double waited, const char *missing) {
     if (!d->rank || is_first) metrics_foretell(verdict, 128 + number, d->rank != 0);
 }
 
+/* A run that failed between a step and its evaluation, of a full disk say, has saved the step. */
+static bool make_up_evaluation(trainer *t, fault *f) {
+    const config_train *c = &t->config->train;
+    int64_t step = t->state.step;
+    bool is_due = due(c->eval_every, step) || (step == c->steps && c->eval_every);
+    int64_t lacks =
+        isnan(t->state.val_loss) && !t->dist->rank && telemetry_lacks_eval(t->telemetry, step);
+    int rank;
+    if (!step || !is_due) return true;
+    return dist_largest(t->dist, &lacks, &rank, f) && (!lacks || evaluate(t, f));
+}
+
 /* From here on the processes are at one. */
 static outcome run(trainer *t, fault *f) {
     t->dist->waiting = foresee_end;
-    if (!train_same_parameters(t, f) || !train_same_data(t, f) || !print_sample(t, "before", f))
+    if (!train_same_parameters(t, f) || !train_same_data(t, f) || !make_up_evaluation(t, f) ||
+        !print_sample(t, "before", f))
         return STEP_FAILED;
     return steps(t, f);
 }

@@ -52,6 +52,7 @@ typedef struct trainer {
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
     real *copy;             /* values, m and v, where the host cannot read the back end's */
     real *moments;          /* several processes, rank 0: all of m, then all of v, to be saved */
+    int held;               /* the folder's lock, until telemetry has it; 0: none */
     int fresh;              /* tensors that the checkpoint, of other attention, has nothing for */
     int stopped_by;         /* the signal that a process was sent, as all of them know it */
 } trainer;

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/files.h"
 #include "base/threads.h"
@@ -83,6 +84,10 @@ static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
     fault why;
     bool ok = (config_same_model(c, &k->config, &why) && same_optimizer(c, &k->config, &why)) ||
               fault_set(f, "%.400s: %s", k->path, why.text);
+    if (ok && !config_recalled(c, &k->config, &why))
+        ok = fault_set(f,
+                       "%.400s: saved by another run while this one was starting: %s; start again",
+                       k->path, why.text);
     if (ok && k->state.step > c->train.steps)
         ok = fault_set(f, "train.steps = %lld, but %.400s is after step %lld already",
                        (long long)c->train.steps, k->path, (long long)k->state.step);
@@ -102,7 +107,9 @@ static bool open_telemetry(trainer *t, fault *f) {
                                  .loss_first = t->state.loss_first,
                                  .seconds = t->state.seconds,
                                  .tokens = t->state.tokens,
+                                 .held = t->held,
                                  .log = stdout};
+    t->held = 0;
     t->telemetry = telemetry_open(&options, f);
     return t->telemetry != NULL;
 }
@@ -134,6 +141,7 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
     data_options options =
         train_data_options(t->config, t->tokenizer, t->model.config.vocab, t->dist);
     options.resume = k ? &t->state.data : NULL;
+    options.other_fraction = k && k->config.data.val_fraction != t->config->data.val_fraction;
     options.stop = t->dist->world == 1 ? signals_stop_requested : NULL;
     options.notes = telemetry_listener(t->telemetry);
     train_note_loader(t, "warmup");
@@ -324,6 +332,20 @@ static bool check_save(const char *path, fault *f) {
     return !path[0] || files_may_write(path, &why) || fault_set(f, "train.save: %s", why.text);
 }
 
+/* No process looks for the checkpoint before rank 0 has the folder: a run that is still there may
+   save once more. */
+static bool hold_folder(trainer *t, fault *f) {
+    const config *c = t->config;
+    fault lost;
+    int rank;
+    if (!c->train.resume[0]) return true;
+    if (!t->dist->rank && files_exist(c->train.out_dir)) t->held = telemetry_hold(c, f);
+    int64_t failed = t->held < 0;
+    if (failed) t->held = 0;
+    if (!dist_largest(t->dist, &failed, &rank, failed ? &lost : f)) return false;
+    return !failed || (t->dist->rank ? fault_set(f, "rank %d cannot start", rank) : false);
+}
+
 /* Rank 0 makes the folder, or finds it used, before the others write their heartbeats there. */
 static bool open_in_turn(trainer *t, bool ok, fault *f) {
     int rank;
@@ -359,7 +381,8 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     t->state.seed = (uint64_t)c->train.seed;
     t->state.val_loss = (double)NAN;
     t->state.loss_scale = 1;
-    if (!train_same_settings(c, d, f) || !dist_divide(d, d->context, f)) return false;
+    if (!train_same_settings(c, d, f) || !dist_divide(d, d->context, f) || !hold_folder(t, f))
+        return false;
     bool ok = signals_begin(f) && open_own(t, &opened, &k, f);
     ok = open_in_turn(t, ok, f);
     if (ok) {
@@ -378,6 +401,7 @@ void train_close(trainer *t) {
     data_close(t->data);
     dist_detach(t->dist);
     saver_close(t->saver);
+    if (t->held) close(t->held);
     model_close(&t->model);
     token_list_free(&t->prompt);
     tokenizer_close(t->tokenizer);
