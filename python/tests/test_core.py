@@ -10,6 +10,7 @@ import os
 import pathlib
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -398,6 +399,35 @@ class Strangers(unittest.TestCase):
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
                                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"})
         self.assertEqual(found.stdout.split(), ["0", "2"], found.stderr)
+
+    def test_a_child_of_who_is_in_a_cache(self):
+        """Its thread is the parent's: what it has half done nobody finishes, and nobody would open its lock."""
+        cache, other = nsa.Cache(Problem().desc), nsa.Cache(Problem().desc)
+        entered, leave = threading.Event(), threading.Event()
+
+        def inside():
+            with cache._lock:
+                entered.set()
+                leave.wait()
+        thread = threading.Thread(target=inside)
+        thread.start()
+        entered.wait()
+        with other._lock:  # of the thread that forks
+            child = os.fork()
+            if child == 0:
+                try:
+                    signal.alarm(30)
+                    other.rewind(0, 0)
+                    for call in lambda: cache.rewind(0, 0), lambda: other.fork(0, cache, 0, 0), lambda: copy.copy(cache):
+                        with self.assertRaisesRegex(nsa.Refused, "^cache: another thread was in a call of it when"):
+                            call()
+                    os._exit(0)
+                finally:
+                    os._exit(4)
+        leave.set()
+        thread.join()
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        cache.rewind(0, 0)
 
     def test_fields_that_a_function_does_not_use(self):
         """A window has no use for blocks: their fields may hold anything, as the header says."""

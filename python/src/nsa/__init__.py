@@ -15,7 +15,6 @@ nsa.torch and nsa.jax have differentiable operators. Not here: arithmetic.
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any, Iterator, Sequence
 
 from . import _abi, _functions
@@ -24,7 +23,7 @@ from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageF
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
 from . import _library
-from ._library import (Library, call, check_arrays, check_numbers, check_shapes, check_writable, checked, has_computed, integers_in,
+from ._library import (Library, Lock, call, check_arrays, check_numbers, check_shapes, check_writable, checked, has_computed, integers_in,
                        is_logarithm, library, library_for, memory, views_of)
 from ._refused import Refused, refused
 from ._rope import rope_options
@@ -155,7 +154,8 @@ class Cache:
 
     dtype: of the rows that it holds; max_rewind: how far a sequence can be taken back, and max_rewind + 1
     tokens at once at most. The work for a token is that of its own keys. Threads may share one: its calls wait for
-    each other. copy and deepcopy make one with memory of its own, and the same tokens.
+    each other. A child of fork refuses it if another thread was in a call of it just then. copy and deepcopy make one
+    with memory of its own, and the same tokens.
     """
 
     def __init__(self, desc: Desc, dtype: Dtype | str = Dtype.F32, max_rewind: int = 0):
@@ -171,7 +171,7 @@ class Cache:
         status = self._lib.nsa_cache_init(ctypes.byref(self.struct), ctypes.byref(desc), kind, max_rewind,
                                           ctypes.addressof(self._memory), len(self._memory))
         self._lib.check(status, desc, _Cache(max_rewind=max_rewind))
-        self._lock, self._dtype = threading.RLock(), kind
+        self._lock, self._dtype = Lock(), kind
         self.desc = type(desc).from_buffer_copy(desc)
         self.desc.__dict__["arrays"] = {}
 

@@ -9,7 +9,9 @@ import ctypes
 import functools
 import os
 import pathlib
+import threading
 import warnings
+import weakref
 from typing import Any, Sequence
 
 from . import _abi
@@ -402,10 +404,39 @@ def _in_a_child() -> None:
     global threads_most
     if _has_computed:
         threads_most = 1
+    Lock.in_a_child()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_a_child)
+
+
+class Lock:
+    """Of an object whose calls wait for each other; a thread that has it may take it again. In a child of fork it is open, but
+    not if another thread was in a call of the object: what that has half done nobody will finish, and calls are refused."""
+    _all: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self._lock, self._lost = threading.RLock(), False
+        Lock._all.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._lost:
+            self._lock.release()
+            raise refused("CACHE", "cache", "another thread was in a call of it when this process was forked from its parent: "
+                                            "must be a new one here, or fork while no thread computes")
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+    @classmethod
+    def in_a_child(cls) -> None:
+        for lock in cls._all:
+            if lock._lock.acquire(blocking=False):
+                lock._lock.release()
+            else:
+                lock._lock, lock._lost = threading.RLock(), True
 
 
 def _alone(desc: Desc) -> Desc:

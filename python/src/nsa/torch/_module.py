@@ -6,7 +6,6 @@ trainer loads. Not here: arithmetic (_operators.py), other parts of a model.
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any, Callable, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional
 import nsa
 
 from . import _operators as _o
+from .._library import Lock
 from .._pack import PHI, check_int, options, parse
 from .._refused import refused
 from ._native import DTYPES
@@ -212,7 +212,7 @@ class Cache:
             setattr(d, name, value)
         weight = module.W_K_slc.weight.dtype
         self._desc, self._max_rewind, self._given = d, check_int("max_rewind", max_rewind), dtype is not None
-        self._geometry, self._lock = bytes(module.desc), threading.RLock()
+        self._geometry, self._lock = bytes(module.desc), Lock()
         self._lay_out(dtype or (weight if DTYPES.get(weight, 4) < 4 else torch.float32))
         self.chunk = max_rewind + 1
 
@@ -223,7 +223,7 @@ class Cache:
     def __copy__(self) -> "Cache":
         made = object.__new__(Cache)
         with self._lock:
-            made.__dict__.update(self.__dict__, rows=copy.copy(self.rows), _lock=threading.RLock())
+            made.__dict__.update(self.__dict__, rows=copy.copy(self.rows), _lock=Lock())
         return made
 
     def __deepcopy__(self, memo: Any) -> "Cache":
