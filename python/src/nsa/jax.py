@@ -157,18 +157,36 @@ class _Call:
                      counted_by=np.int64(counted_by), rows=np.int64(rows),
                      places=np.array(places + self._output_places, np.int64),
                      items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
-        return _varying(found, inputs)
+        # Without a word of it they would be taken for equal on all devices: the first's would be returned.
+        axes = _axes(inputs)
+        return [_varying(x, axes) for x in found] if axes else found
 
 
-def _varying(results: Sequence[Array], inputs: Sequence[Any]) -> Sequence[Array]:
-    """The results, which differ between the devices of a shard_map as soon as an input does. Without a word of it they would
-    be taken for equal: the first device's would be returned, and gradients refused."""
-    types = [jax.typeof(x) for x in inputs] if hasattr(jax, "typeof") else []
-    axes = {axis for of in types for axis in getattr(getattr(of, "manual_axis_type", None), "varying", getattr(of, "vma", ()))}
-    if not axes:
-        return results
+def _axes(arrays: Sequence[Any]) -> set[Any]:
+    """Of the devices of a shard_map, those between which one of these differs."""
+    types = [jax.typeof(x) for x in arrays] if hasattr(jax, "typeof") else []
+    return {axis for of in types for axis in getattr(getattr(of, "manual_axis_type", None), "varying", getattr(of, "vma", ()))}
+
+
+def _varying(x: Any, axes: set[Any]) -> Any:
+    """x, which differs between these devices, or may. Of one that does not the gradient is the sum of theirs."""
     cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary
-    return [cast(x, tuple(axes)) for x in results]
+    missing = tuple(axes - _axes([x]))
+    return cast(x, missing) if missing else x
+
+
+def _differentiable(function: Any, forward: Any, backward: Any) -> Any:
+    """The function with its gradients. All its arrays differ between the devices of a shard_map as soon as one does, as those
+    of JAX's own operations do."""
+    function.defvjp(forward, backward)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        axes = _axes([x for x in jax.tree.leaves(arguments) if hasattr(x, "dtype")])
+        if axes:
+            arguments = jax.tree.map(lambda x: _varying(x, axes) if hasattr(x, "dtype") else x, arguments)
+        return function(*arguments)
+    return call
 
 
 def _like(x: Any, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -242,7 +260,7 @@ def _rope_backward(longest, first, text, saved, dout):
     return call.run(zero=True, rows=_rows_of(arrays, dout))[0], None, None
 
 
-_rope.defvjp(_rope_forward, _rope_backward)
+_rope = _differentiable(_rope, _rope_forward, _rope_backward)
 
 
 def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, firsts: Array | None = None,
@@ -299,7 +317,7 @@ def _compress_backward(longest, phi, text, saved, dout):
     return dx, dict(zip(given, rest)), None
 
 
-_compress.defvjp(_compress_forward, _compress_backward)
+_compress = _differentiable(_compress, _compress_forward, _compress_backward)
 
 
 def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, text: str) -> None:
@@ -378,7 +396,7 @@ def _attend_backward(branch, tokens, first, text, saved, gradients):
     return *call.run(zero=True, rows=_rows_of(arrays, q)), None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = _differentiable(_attend, _attend_forward, _attend_backward)
 
 
 def _attend_public(branch, q, k, v, blocks, arrays, tokens, first, options):
@@ -467,7 +485,7 @@ def _merge_backward(parts, gradients):
     return tuple(call.run(zero=True))
 
 
-_merge.defvjp(_merge_forward, _merge_backward)
+_merge = _differentiable(_merge, _merge_forward, _merge_backward)
 
 
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -557,7 +575,7 @@ def _score_lists_backward(*arguments):
     return *found, *[None] * (5 - len(found))
 
 
-_score_lists.defvjp(_score_lists_forward, _score_lists_backward)
+_score_lists = _differentiable(_score_lists, _score_lists_forward, _score_lists_backward)
 
 
 def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
@@ -617,7 +635,7 @@ def _gate_backward(text, saved, dout):
     return tuple(call.run(zero=True))
 
 
-_gate.defvjp(_gate_forward, _gate_backward)
+_gate = _differentiable(_gate, _gate_forward, _gate_backward)
 
 
 def gate(logits: Array, cmp: Array, slc: Array, win: Array, kind: str = "sigmoid") -> Array:
@@ -694,7 +712,7 @@ def _attention_backward(longest, first, kinds, text, saved, gradients):
     return tuple(found[name] for name in _WHOLE), given, None
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = _differentiable(_attention, _attention_forward, _attention_backward)
 
 
 def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
