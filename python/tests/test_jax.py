@@ -445,6 +445,17 @@ class Jax(unittest.TestCase):
                 jax.block_until_ready(call())
         with self.assertRaisesRegex(nsa.Refused, "window: NSA_ERROR_SIZE: 0, must be >= 1"):
             nj.attend_win(self.q, self.k, self.v, window=0)
+        short, whole = "longest: 50, and each sequence has 52 tokens: must be at least as many", lambda n: [
+            lambda: nj.attend_win(self.q, self.k, self.v, longest=n), lambda: nj.rope(self.q, longest=n),
+            lambda: nj.compress(self.k, longest=n, cmp_block=8, cmp_stride=4),
+            lambda: nj.score_blocks(self.q, self.k, longest=n), lambda: nj.attend_win(
+                ragged, self.k, self.v, firsts=at, counts=at + T, longest=n)]
+        for less, more in zip(whole(T - 2), whole(T + 2)):
+            with self.assertRaisesRegex(nsa.Refused, short):
+                less()
+            more()
+        with self.assertRaisesRegex(nsa.Refused, "^first: 3, must be 0: firsts say"):
+            nj.attend_win(ragged, self.k, self.v, firsts=at, counts=at + T, first=3)
         with self.assertRaisesRegex(ValueError, "windows: no option"):
             nj.attend_win(self.q, self.k, self.v, windows=3)
         with self.assertRaisesRegex(ValueError, "v: shape"):

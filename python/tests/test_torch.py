@@ -461,6 +461,27 @@ class Layouts(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "rows: NSA_ERROR_BEGINS"):
                 call()
 
+    def test_a_longest_that_nobody_asks_for(self):
+        """What the rows of k say is not overruled in silence."""
+        q, k, v = (rows(1, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        gates, x, each = rows(1, T, HK, 3, dtype=torch.float32, grad=False), rows(1, T, 32, dtype=torch.float32, grad=False), int32(T)
+        module, pair = nt.NativeSparseAttention(32, 4, 2, **GEOMETRY).to(DEVICE), (torch.zeros(1, 12, HK, D, device=DEVICE),) * 2
+        for call in (lambda n: nt.attend_win(q, k, v, longest=n), lambda n: nt.rope(q, longest=n), lambda n: module(x, longest=n),
+                     lambda n: nt.compress(k, longest=n, **GEOMETRY), lambda n: nt.score_blocks(q, k, longest=n),
+                     lambda n: nt.attention(q, k, v, k, v, k, v, gates, longest=n, **GEOMETRY),
+                     lambda n: nt.compress(k, out=pair[0], firsts=int32(0), counts=each, longest=n, cmp_block=8, cmp_stride=4),
+                     lambda n: nt.attend_win(q, k, v, firsts=int32(0), counts=each, longest=n)):
+            call(T), call(T + 2)
+            with self.assertRaisesRegex(nsa.Refused, "^longest: 50, and each sequence has 52 tokens: must be at least as many, or 0"):
+                call(T - 2)
+        for call in (lambda: nt.attend_win(q, k, v, firsts=int32(0), counts=each, first=3),
+                     lambda: nt.rope(q, firsts=int32(0), counts=each, longest=T, first=3)):
+            with self.assertRaisesRegex(nsa.Refused, "^first: 3, must be 0: firsts say"):
+                call()
+        if DEVICE == "cpu":
+            with self.assertRaisesRegex(nsa.Refused, "^longest: a cache has each sequence for itself"):
+                module(x, cache=module.cache(1, T), longest=T)
+
     @CPU
     def test_memory_that_has_the_negatives(self):
         q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))

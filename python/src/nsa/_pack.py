@@ -158,12 +158,37 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
         raise refused("NULL", "firsts, counts", "one of them alone, must be both or none")
     batch, count = rows[0], rows[1]
     if counts is not None:
+        if first:
+            raise refused("OPTION", "first", f"{first}, must be 0: firsts say which a sequence's queries are")
         batch, count = counts.shape[0], min(tokens, rows[1])
         if firsts.shape[0] != batch:
             raise refused("SIZE", "firsts", f"{firsts.shape[0]}, and counts {batch}: must be as many")
     if pages is not None and pages.shape[0] != batch:
         raise refused("SIZE", "pages", f"of {pages.shape[0]} sequences, must be of {batch}")
     return batch, count
+
+
+def tokens_of(rows: Any, begins: Any, pages: Any, longest: Any) -> Any:
+    """Of the longest sequence; rows: of each sequence, or page, of k."""
+    if begins is not None:
+        return longest
+    if pages is not None:
+        return longest or pages.shape[-1] * rows
+    if longest and longest < rows:
+        raise refused("SIZE", "longest", f"{longest}, and each sequence has {rows} tokens: must be at least as many, or 0; "
+                                         "shorter ones need begins, firsts and counts, or pages")
+    return rows
+
+
+def only_with(name: str, *arrays: Any) -> None:
+    """These arrays need that one, which is not there."""
+    if any(x is not None for x in arrays):
+        raise refused("NULL", name, "firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+
+
+def of_a_step(begins: Any, first: int | None) -> None:
+    if begins is not None or first:
+        raise refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")
 
 
 def first_of(first: int | None, shape: Sequence[Any], tokens: Any, arrays: Sequence[Any]) -> Any:
@@ -206,11 +231,9 @@ def scored_tokens(text: str, stride: int, longest: int, first: int | None, q: An
     queries do, or `longest`."""
     begins, firsts, _, pages = arrays
     check_key_stride(stride, option(text, "slc_block"), 0)
-    if begins is not None or longest and (stride > 1 or pages is not None):
-        return longest
-    if pages is not None:
-        return pages.shape[-1] * k.shape[1] * max(1, stride)
-    return q.shape[1] if stride > 1 and first is None and firsts is None else k.shape[1] * max(1, stride)
+    if stride > 1 and begins is None and pages is None and (longest or first is None and firsts is None):
+        return longest or q.shape[1]
+    return tokens_of(k.shape[1] * max(1, stride), begins, pages, longest)
 
 
 def in_pages(pages: Any, k: Any, stride: int) -> dict[str, int]:

@@ -15,6 +15,8 @@ gradient. vmap runs the function once for each item. Where sequences differ in l
                             Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
                             the table has room for) bounds the tokens. No gradient
 
+Without begins and pages the rows of k say how many tokens there are, and `longest`, if given, may not be less.
+
 Rows of packed sequences that belong to none, and the last `first` of each, are 0 in outputs, -inf in lse and -1 in
 lists. What shapes and options show is refused with nsa.Refused; what only the values of arrays show (begins, counts,
 lists) in the error that XLA raises when the call runs, with the same words.
@@ -34,8 +36,9 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, check_dtype, checked, is_logarithm, library
-from ._pack import (ARRAYS, PHI, Packer, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows, key_stride,
-                    list_heads, list_width, option, options as _options, parse, problem, rope_fields, scored_tokens, slc_count)
+from ._pack import (ARRAYS, PHI, Packer, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows,
+                    key_stride, list_heads, list_width, of_a_step, only_with, option, options as _options, parse,
+                    problem, rope_fields, scored_tokens, slc_count, tokens_of)
 from ._refused import refused
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
@@ -219,7 +222,8 @@ def _rows_of(arrays: Sequence[Any], q: Any) -> int:
 # ---- RoPE ---------------------------------------------------------------------------------------
 
 def _rope_call(function: str, x: Any, arrays: Sequence[Any], longest: int, first: int) -> _Call:
-    tokens = longest if arrays[0] is not None or arrays[2] is not None else first + x.shape[1]
+    begins, _, counts, _ = arrays
+    tokens = tokens_of(first + x.shape[1], counts if begins is None else begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, first)
     made = desc_struct("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0, **_packed(arrays[0], x))
     return _Call(function, made, arrays)
@@ -269,7 +273,7 @@ def rope(x: Array, positions: Array | None = None, *, begins: Array | None = Non
     Options: those of nsa.Rope, as base=10000.0, frequencies=[...]; nsa.rope_options has those of a configuration."""
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
-    return _rope(x, positions, (begins, firsts, counts, None), longest, first, _options(**options))
+    return _rope(x, positions, (begins, firsts, counts, None), check_int("longest", longest), first, _options(**options))
 
 
 # ---- Compression --------------------------------------------------------------------------------
@@ -287,7 +291,7 @@ def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int)
 
 
 def _compress_call(function: str, x: Any, begins: Any, longest: int, text: str) -> _Call:
-    arrays, tokens = (begins, None, None, None), longest if begins is not None else x.shape[1]
+    arrays, tokens = (begins, None, None, None), tokens_of(x.shape[1], begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, 0)
     made = desc_struct(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0, **_packed(begins, x))
     return _Call(function, made, arrays)
@@ -328,7 +332,7 @@ def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, text: str) -
 
 
 def _compress_step(x, given, out, arrays, longest, phi, text):
-    pages, tokens = arrays[3], _tokens(x, None, arrays[3], longest)
+    pages, tokens = arrays[3], tokens_of(x.shape[1], None, arrays[3], longest)
     batch, _ = problem((1 if arrays[2] is not None else x.shape[0], tokens), arrays, tokens, 0)
     fixed = _phi_fixed("", phi, x, given, option(text, "cmp_block"))
     _new_rows("out", out, x, pages, tokens, text)
@@ -346,10 +350,11 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
     (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
     Of packed sequences the rows lie packed too, then zeros. With firsts and counts, or pages, `out` has the rows of
     earlier steps: returned are these with those that the new tokens complete, without a gradient."""
+    longest = check_int("longest", longest)
     if out is None:
-        _only_with("out", firsts, counts, pages)
+        only_with("out", firsts, counts, pages)
         return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
-    _of_a_step(begins, None)
+    of_a_step(begins, None)
     x, out, given = jax.lax.stop_gradient((x, out, parameters or {}))
     return _compress_step(x, given, out, (None, firsts, counts, pages), longest, phi, _options(**options))
 
@@ -399,8 +404,12 @@ def _attend_backward(branch, tokens, first, text, saved, gradients):
 _attend = _differentiable(_attend, _attend_forward, _attend_backward)
 
 
-def _attend_public(branch, q, k, v, blocks, arrays, tokens, first, options):
-    tokens = check_int("tokens", tokens)
+def _attend_public(branch, q, k, v, blocks, arrays, most, first, options):
+    """most: `tokens` of cmp, whose rows do not say them, `longest` of the others."""
+    if branch == "cmp":
+        tokens = check_int("tokens", most)
+    else:
+        tokens = tokens_of(k.shape[1], arrays[0], arrays[3], check_int("longest", most))
     first = first_of(first, q.shape, tokens, arrays)
     return _attend(branch, q, k, v, blocks, arrays, tokens, first, _options(**options))
 
@@ -417,42 +426,21 @@ def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | N
                first: int | None = None, firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32."""
-    return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
-                          first, options)
+    return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), longest, first, options)
 
 
 def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the last `window` tokens."""
-    return _attend_public("win", q, k, v, None, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
-                          first, options)
+    return _attend_public("win", q, k, v, None, (begins, firsts, counts, pages), longest, first, options)
 
 
 def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                  **options: Any) -> tuple[Array, Array]:
     """(out, lse) of causal attention."""
-    return _attend_public("dense", q, k, v, None, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
-                          first, options)
-
-
-def _tokens(k: Any, begins: Any, pages: Any, longest: int) -> int:
-    """Of the longest sequence."""
-    longest = check_int("longest", longest)
-    if pages is not None:
-        return longest or pages.shape[-1] * k.shape[1]
-    return k.shape[1] if begins is None else longest
-
-
-def _only_with(name: str, *arrays: Any) -> None:
-    if any(x is not None for x in arrays):
-        raise refused("SIZE", name, f"firsts, counts and pages need it, for compressed rows of earlier steps lie there")
-
-
-def _of_a_step(begins: Any, first: int | None) -> None:
-    if begins is not None or first:
-        raise refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")
+    return _attend_public("dense", q, k, v, None, (begins, firsts, counts, pages), longest, first, options)
 
 
 # ---- Merge --------------------------------------------------------------------------------------
@@ -653,7 +641,7 @@ _PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in PHI)
 def _whole_call(function, x, arrays, longest, first, text):
     q, k, v = x["q"], x["k_slc"], x["v_slc"]
     begins, _, _, pages = arrays
-    tokens = _tokens(k, begins, pages, longest)
+    tokens = tokens_of(k.shape[1], begins, pages, longest)
     batch, count = problem(q.shape, arrays, tokens, first)
     for name in ("k_cmp.x", "k_win"):
         _expect(name, x[name], *k.shape)
@@ -721,7 +709,7 @@ def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
     call, pages = _whole_call("attention_forward", x, places, longest, 0, text), places[3]
     q, k, v = x["q"], x["k_slc"], x["v_slc"]
     for which, out in zip("kv", compressed):
-        _new_rows(f"{which}_cmp.out", out, x[f"{which}_cmp.x"], pages, _tokens(k, None, pages, longest), text)
+        _new_rows(f"{which}_cmp.out", out, x[f"{which}_cmp.x"], pages, tokens_of(k.shape[1], None, pages, longest), text)
     outputs = {"out": _like(q, *q.shape[:3], v.shape[3]), "blocks": _lists(q, k.shape[2], text),
                **{"out_" + b: _like(q, *q.shape[:3], v.shape[3]) for b in ("cmp", "slc", "win")},
                **{"lse_" + b: _like(q, *q.shape[:3], dtype=_real(q)) for b in ("cmp", "slc", "win")},
@@ -745,16 +733,16 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps, and what is returned ends with the
     same pair once more, those of this step in it (a jit that donates the pair copies nothing)."""
     phis = [(phi, {}) if isinstance(phi, str) else phi for phi in (phi_k, phi_v)]
+    longest = check_int("longest", longest)
     if compressed is not None:
-        _of_a_step(begins, first)
+        of_a_step(begins, first)
         tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates
         tensors, given, rows = jax.lax.stop_gradient((tensors, tuple(given for _, given in phis), tuple(compressed)))
         step = _attention_step(tensors, given, rows, (None, firsts, counts, pages), longest,
                                tuple(kind for kind, _ in phis), _options(**options))
         rows = step["k_cmp.out"], step["v_cmp.out"]
         return (step["out"], step["blocks"], rows) if blocks else (step["out"], rows)
-    _only_with("compressed", firsts, counts, pages)
-    longest = check_int("longest", longest)
+    only_with("compressed", firsts, counts, pages)
     first = first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
     found = _attention((q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates), tuple(given for _, given in phis), begins,
                        longest, first, tuple(kind for kind, _ in phis), _options(**options))

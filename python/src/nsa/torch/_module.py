@@ -142,7 +142,10 @@ class NativeSparseAttention(nn.Module):
         if x.dim() != 3:
             raise refused("SIZE", "x", f"shape {tuple(x.shape)}, must be (B, T, dim), or with begins (rows, dim)")
         if cache is not None:
-            return self._decoded(x, positions, begins, cache, counts)
+            if begins is not None or longest:
+                raise refused("OPTION", "begins" if begins is not None else "longest", "a cache has each sequence for itself: "
+                              "must be None, and longest 0, with x (B, T, dim)")
+            return self._decoded(x, positions, cache, counts)
         if counts is not None:
             raise refused("NULL", "cache", "None, and counts say how many tokens it gets")
         q, k, v, gates = self._projected(x)
@@ -153,10 +156,7 @@ class NativeSparseAttention(nn.Module):
         y = _linear(self.out, out.flatten(2))
         return y[0] if packed else y
 
-    def _decoded(self, x: Tensor, positions: Tensor | None, begins: Tensor | None, cache: "Cache",
-                 counts: Sequence[int] | Tensor | None) -> Tensor:
-        if begins is not None:
-            raise refused("OPTION", "begins", "a cache has each sequence for itself: must be None, with x (B, T, dim)")
+    def _decoded(self, x: Tensor, positions: Tensor | None, cache: "Cache", counts: Sequence[int] | Tensor | None) -> Tensor:
         with cache._lock:  # another thread must not append between the question for positions and the answer
             each = cache.counts(counts, x.shape[0], x.shape[1], self)
             q, k, v, gates = self._projected(x)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .. import _abi
 from .. import _pack
 from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, check_phi, in_pages, key_rows, key_stride, list_heads, list_width, option,
-                     problem, rope_fields, slc_count)
+                     problem, rope_fields, slc_count, tokens_of)
 from .._refused import refused
 from . import _call
 from ._native import DTYPES, Room, Slot, View, desc, parameters, planned, rows
@@ -384,7 +384,7 @@ def _in_places(gradients: Sequence[torch.Tensor], mask: int, count: int) -> list
 # ---- RoPE ---------------------------------------------------------------------------------------
 
 def _rope_desc(x: View, positions: Any, begins: Any, firsts: Any, counts: Any, longest: int, first: int) -> Any:
-    tokens = first + x.shape[1] if begins is None and counts is None else longest
+    tokens = tokens_of(first + x.shape[1], counts if begins is None else begins, None, longest)
     arrays = begins, firsts, counts, None
     batch, count = problem(x.shape, arrays, tokens, first)
     if positions is not None:
@@ -454,7 +454,7 @@ def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int
 
 def _compress_desc(x: View, begins: Any, longest: int, options: str) -> Any:
     arrays = begins, None, None, None
-    tokens = longest if begins is not None else x.shape[1]
+    tokens = tokens_of(x.shape[1], begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, 0)
     return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, arrays, **_packed(begins, x))
 
@@ -860,7 +860,7 @@ def _whole(tensors, arrays, longest, first, phi_k, phi_v, options, written):
     """The struct of `tensors` and of what is `written`, and the descriptor."""
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = tensors[:8]
     begins, _, _, pages = arrays
-    tokens = k_slc.shape[1] if begins is None and pages is None else longest
+    tokens = tokens_of(k_slc.shape[1], begins, pages, longest)
     batch, count = problem(q.shape, arrays, tokens, first)
     for name, x, like in (("k_cmp", k_cmp, k_slc), ("k_win", k_win, k_slc), ("v_win", v_win, v_slc),
                           ("v_cmp", v_cmp, v_slc)):
@@ -954,7 +954,7 @@ def _step_rooms(*arguments):
 
 def _step_structs(arguments, returned):
     *tensors, k_rows, v_rows, firsts, counts, pages, longest, phi_k, phi_v, options = arguments
-    tokens = tensors[3].shape[1] if pages is None else longest
+    tokens = tokens_of(tensors[3].shape[1], None, pages, longest)
     names = ("out", "blocks", *(kind + branch for kind in ("out_", "lse_") for branch in ("cmp", "slc", "win")))
     written = dict(zip(names, map(rows, returned)))
     written.update(_new_rows("k_cmp.out", k_rows, tensors[1], pages, tokens, options))
