@@ -1085,10 +1085,12 @@ class Misuse(unittest.TestCase):
         out = nt.attend_win(q, k, v, **GEOMETRY)[0]
         douts = rows(3, *out.shape, dtype=torch.float32, grad=False)
         found = torch.autograd.grad(out, (q, k), douts, is_grads_batched=True, retain_graph=True)
+        recorded = torch.autograd.grad(out, (q, k), douts, is_grads_batched=True, create_graph=True)
         for i, dout in enumerate(douts):
             expected = torch.autograd.grad(out, (q, k), dout, retain_graph=True)
-            for a, b in zip(found, expected):
+            for a, again, b in zip(found, recorded, expected):
                 torch.testing.assert_close(a[i], b)
+                torch.testing.assert_close(again[i], b)
 
     @NEW
     def test_exported_for_any_length(self):
@@ -1114,6 +1116,12 @@ class Misuse(unittest.TestCase):
                 first, = torch.autograd.grad(call(q).sum(), q, create_graph=True)  # its gradient asks for nothing
                 with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
                     (q.sum() + first.norm()).backward()
+                def second():  # nobody goes backward through all of the graph
+                    first, = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+                    return torch.autograd.grad(first.sum(), q, allow_unused=True)
+                for asked in second, lambda: torch.autograd.functional.hvp(lambda x: call(x).square().sum(), q, q):
+                    with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+                        asked()
                 with torch.autograd.forward_ad.dual_level():
                     with self.assertRaisesRegex(NotImplementedError, "forward mode"):
                         call(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()))

@@ -14,7 +14,6 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import _C
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from .. import _abi
 from .. import _pack
@@ -204,15 +203,13 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return once(ctx, _ASKING, *gradients)
-
-    @once_differentiable
-    def once(ctx: Any, _: torch.Tensor, *gradients: Any) -> Any:
-        if True in [x is not None and _is_batched(x) for x in gradients]:
-            found = _of_each(lambda *given: differentiate(ctx, *given), gradients)
-        else:
-            found = differentiate(ctx, *gradients)
-        return None, *[found[i] for i in ctx.places]
+            def found() -> tuple[Any, ...]:
+                batched = True in [x is not None and _is_batched(x) for x in gradients]
+                of_all = _of_each(lambda *given: differentiate(ctx, *given), gradients) if batched else differentiate(ctx, *gradients)
+                return tuple([of_all[i] for i in ctx.places])
+            if not torch.is_grad_enabled():
+                return None, *found()
+            return None, *_Once.apply(found, _ASKING, *[x for x in (*gradients, *ctx.saved_tensors) if x is not None])
 
     save, differentiate, apply = setup, backward, Function.apply
 
@@ -221,8 +218,21 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
     return recorded
 
 
-#: once_differentiable refuses a second derivative if what comes in asks for one. Here what was saved does: of a plain
-#: sum's gradients, which ask for nothing, the second derivative would be none, or zeros, in silence.
+class _Once(torch.autograd.Function):
+    """Gradients that were asked for with create_graph, and have none. They belong to all tensors that they are made of, so that
+    who asks for one's second derivative meets the refusal: torch's own once_differentiable forgets these, and
+    torch.autograd.grad or hessian would have zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Callable[[], tuple[Any, ...]], *_: torch.Tensor) -> tuple[Any, ...]:
+        return found()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("trying to differentiate twice what is once_differentiable: nsa has first derivatives alone")
+
+
+#: So that there is a graph at all: of a plain sum's gradients nothing asks for a derivative.
 _ASKING = torch.empty(0, requires_grad=True, device="cpu")
 _is_batched: Callable[[Any], bool] = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", lambda x: False)
 
