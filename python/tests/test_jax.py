@@ -456,6 +456,24 @@ class Jax(unittest.TestCase):
             more()
         with self.assertRaisesRegex(nsa.Refused, "^first: 3, must be 0: firsts say"):
             nj.attend_win(ragged, self.k, self.v, firsts=at, counts=at + T, first=3)
+        for words, call in (
+                ("v: shape .*, must have 4 axes", lambda: nj.attend_win(self.q, self.k, self.v[0])),
+                ("x: shape .*, must have 4 axes", lambda: nj.rope(self.q[0])),
+                ("x: shape .*, must have 4 axes", lambda: nj.compress(self.k[0])),
+                ("cmp: shape .*, must have 4 axes", lambda: nj.gate(self.q, self.q[0], self.q, self.q)),
+                ("out_a: shape .*, must have 4 axes", lambda: nj.merge(self.q[0], self.q, self.q, self.q)),
+                ("k: None, must be a tensor", lambda: nj.attend_win(self.q, None, self.v)),
+                ("k_win: shape .*, must have 4 axes", lambda: nj.attention(
+                    self.q, self.k, self.v, self.k, self.v, self.k[0], self.v, self.q)),
+                ("begins: list, must be an array of int32", lambda: nj.attend_win(
+                    self.q[:1], self.k[:1], self.v[:1], begins=[0, T], longest=T)),
+                ("dim: NSA_ERROR_SIZE: 15, must be even", lambda: nj.rope(self.q[..., :15])),
+                ("base: NSA_ERROR_SIZE: -1.0, must be above 1", lambda: nj.rope(self.q, base=-1.0))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
+                call()
+        np.testing.assert_array_equal(*(nj.attend_win(self.q[:, 3:], self.k, self.v, first=n)[0] for n in (3, jnp.int32(3))))
+        with self.assertRaisesRegex(TypeError, "^first: .*, must be an integer"):
+            jax.jit(lambda n: nj.attend_win(self.q[:, 3:], self.k, self.v, first=n))(3)
         with self.assertRaisesRegex(ValueError, "windows: no option"):
             nj.attend_win(self.q, self.k, self.v, windows=3)
         with self.assertRaisesRegex(ValueError, "v: shape"):

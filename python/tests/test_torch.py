@@ -317,7 +317,7 @@ class Gradients(unittest.TestCase):
                                       ((0, 51), (1, 2), "count 2 of sequence 1, must be 0 .. 1")):
             with self.subTest(firsts), self.assertRaisesRegex(nsa.Refused, words):
                 nt.attend_win(q[:, :sum(counts)], two, two, firsts=int32(*firsts), counts=int32(*counts))
-        with self.assertRaisesRegex(nsa.Refused, "q: NSA_ERROR_DTYPE: must be float32, bfloat16, float16 or float64$"):
+        with self.assertRaisesRegex(nsa.Refused, "q: NSA_ERROR_DTYPE: int32, must be float32, bfloat16, float16 or float64$"):
             nt.attend_win(q.int(), k, v)
         for i in range(3):
             with self.subTest(i), self.assertRaisesRegex(nsa.Refused, "layout torch.sparse_coo, must be torch.strided"):
@@ -960,8 +960,42 @@ class Misuse(unittest.TestCase):
                     1, 8, dtype=torch.int16))):
             with self.subTest(words), self.assertRaisesRegex(ValueError, words):
                 call()
-        with self.assertRaises((ValueError, RuntimeError, AttributeError)):
+        with self.assertRaisesRegex(ValueError, "q: None, must be a tensor"):
             nt.attend_win(None, k, v)
+
+    def test_a_refusal_names_the_rule_that_is_broken(self):
+        """And no value that the rule allows, nor one of another struct."""
+        q, k, v = (rows(1, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        gates, lse = rows(1, T, HK, 3, dtype=torch.float32, grad=False), torch.zeros(1, T, H, device=DEVICE)
+        whole = lambda **more: nt.attention(q, k, v, k, v, k, v, gates, **more)
+        make = lambda **more: nt.NativeSparseAttention(32, H, HK, **more)
+        for words, call in (
+                ("k: list, must be a tensor", lambda: nt.attend_win(q, k.tolist(), v)),
+                (r"k: shape \(52, 2, 16\), must have 4 axes", lambda: nt.attend_win(q, k[0], v)),
+                ("dim: NSA_ERROR_SIZE: 15, must be even, 2 .. 576", lambda: nt.rope(q[..., :15])),
+                ("base: NSA_ERROR_SIZE: -1.0, must be above 1, or 0", lambda: nt.rope(q, base=-1.0)),
+                ("factor: NSA_ERROR_SIZE: 0.5, must be >= 1", lambda: nt.rope(q, scaling="linear", factor=0.5)),
+                ("fast: NSA_ERROR_SIZE: 1.0, must be above slow, .*: 1.0 and 2.0", lambda: nt.rope(
+                    q, scaling="yarn", factor=2.0, trained_context=9, fast=1.0, slow=2.0)),
+                ("phi: 'mlp' without w1, must have w1 and w2", lambda: whole(phi_k=("mlp", {}))),
+                ("phi_v: None, must be a kind, or a kind and its parameters", lambda: whole(phi_v=None)),
+                ("lse_b: NSA_ERROR_DTYPE: float32, must be float64, because other arrays", lambda: nt.merge(
+                    q, lse.double(), q, lse)),
+                ("factor: NSA_ERROR_SIZE: -1.0, must be >= 1", lambda: make(rope=dict(scaling="ntk", factor=-1.0))),
+                ("dim: NSA_ERROR_SIZE: 15, must be even", lambda: make(head_dim=15)),
+                ("mask: NSA_ERROR_OPTION: 1, must be causal in a cache", lambda: make(mask="none").cache(1, 8)),
+                ("list_heads: NSA_ERROR_HEADS: 4, must be 0 or kv_heads in a cache, which is 2", lambda: make(list_heads=4).cache(1, 8)),
+                ("max_rewind: NSA_ERROR_SIZE: -1, must be >= 0$", lambda: make().cache(1, 8, max_rewind=-1))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, "^" + words):
+                call()
+        cache = make(**GEOMETRY).cache(1, 8)
+        x = torch.zeros(1, 1, 32)
+        for words, call in (("cache: builtins.dict, must be what module.cache", lambda: make()(x, cache={})),
+                            ("counts: 1, must be 1 numbers, 0 .. 1", lambda: make(**GEOMETRY)(x, cache=cache, counts=1)),
+                            ("a Cache is memory of this process", lambda: pickle.dumps(cache)),
+                            ("a Cache is memory of this process", lambda: pickle.dumps(cache.rows))):
+            with self.subTest(words), self.assertRaisesRegex(TypeError, "^" + words):
+                call()
 
     def test_sizes_are_no_options(self):
         """An option that is a size would have the library read and write what the tensors do not have."""

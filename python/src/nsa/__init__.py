@@ -23,11 +23,11 @@ from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageF
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
 from . import _library
-from ._library import (Library, Lock, call, check_arrays, check_numbers, check_shapes, check_writable, checked, has_computed, integers_in,
+from ._library import (Library, Lock, call, check_arrays, check_shapes, check_writable, checked, frequencies_of, has_computed, integers_in,
                        is_logarithm, library, library_for, memory, views_of)
 from ._refused import Refused, refused
 from ._rope import rope_options
-from ._struct import Array, Struct, check_int
+from ._struct import Array, Struct, check_int, check_kind
 from ._views import describe
 
 __version__ = VERSION
@@ -58,7 +58,7 @@ def isa_name(isa: Isa) -> str:
 
 def check_pages(desc: Desc) -> PageFault | None:
     """The first fault of firsts, counts or pages; None: every function takes them."""
-    check_arrays(desc)
+    check_arrays(check_kind("desc", desc, Desc))
     fault = PageFault()
     status = library().nsa_check_pages(ctypes.byref(desc), ctypes.byref(fault))
     if library().nsa_status_kind(status) in (Error.RANGE, Error.PAGES) and fault.reason:
@@ -79,6 +79,8 @@ def block_overlap_range(desc: Desc, tokens: int, slc: int) -> tuple[int, int]:
 
 def block_map(desc: Desc, tokens: int) -> tuple[list[int], list[int], list[float]]:
     """The map M of Eq. 9 as CSR, (indptr, indices, weights): a row for each selection block."""
+    if check_int("tokens", tokens) < 0:
+        raise refused("SIZE", "tokens", f"{tokens}, must be >= 0")
     rows, size = _functions.slc_count(desc, tokens), _functions.block_map_size(desc, tokens)
     indptr, indices = (ctypes.c_int32 * (rows + 1))(), (ctypes.c_int32 * max(1, size))()
     weights = (ctypes.c_float * max(1, size))()
@@ -98,10 +100,7 @@ def cmp_begins(desc: Desc) -> list[int]:
 
 def rope_frequencies(rope: Rope) -> tuple[list[float], float]:
     """(radians from one position to the next of each pair, what rows are multiplied by)."""
-    check_numbers(rope)
-    found, magnitude = (ctypes.c_double * max(1, rope.dim // 2))(), ctypes.c_double()
-    status = library().nsa_rope_frequencies(ctypes.byref(rope), found, ctypes.byref(magnitude))
-    library().check(status, rope)
+    found, magnitude = frequencies_of(rope)
     return list(found)[:rope.dim // 2], magnitude.value
 
 
@@ -185,6 +184,9 @@ class Cache:
     def __deepcopy__(self, memo: Any) -> "Cache":
         return self.__copy__()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a Cache is memory of this process, and cannot be pickled: copy and fork make others here")
+
     @property
     def lengths(self) -> list[int]:
         """Tokens that each sequence holds."""
@@ -217,7 +219,7 @@ class Cache:
         The views of x hold the new rows, (B, count, ...); of outputs the rows behind counts[b] become zeros, of lse -inf,
         of lists -1. Returns the keys that each sequence's step read.
         """
-        check_int("count", count)
+        check_int("count", count), check_kind("x", x, Attention)
         rows = type(self.desc).from_buffer_copy(self.desc)
         rows.first, rows.count, rows.tokens, rows.begins = 0, count, count, None
         views = views_of([x])

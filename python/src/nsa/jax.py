@@ -36,8 +36,8 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, check_dtype, checked, is_logarithm, library
-from ._pack import (ARRAYS, PHI, Packer, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows,
-                    key_stride, list_heads, list_width, of_a_step, only_with, option, options as _options, parse,
+from ._pack import (ARRAYS, PHI, Packer, axes, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows,
+                    key_stride, list_heads, list_width, of_a_step, only_with, option, options as _options, parse, phi_of,
                     problem, rope_fields, scored_tokens, slc_count, tokens_of)
 from ._refused import refused
 
@@ -219,9 +219,14 @@ def _rows_of(arrays: Sequence[Any], q: Any) -> int:
     return -1 if arrays[2] is None else q.shape[1]
 
 
+def _first_of(first: Any, shape: Sequence[int], tokens: int, arrays: Sequence[Any]) -> int:
+    return first_of(None if first is None else check_int("first", first), shape, tokens, arrays)
+
+
 # ---- RoPE ---------------------------------------------------------------------------------------
 
 def _rope_call(function: str, x: Any, arrays: Sequence[Any], longest: int, first: int) -> _Call:
+    axes("x", x)
     begins, _, counts, _ = arrays
     tokens = tokens_of(first + x.shape[1], counts if begins is None else begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, first)
@@ -273,7 +278,7 @@ def rope(x: Array, positions: Array | None = None, *, begins: Array | None = Non
     Options: those of nsa.Rope, as base=10000.0, frequencies=[...]; nsa.rope_options has those of a configuration."""
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
-    return _rope(x, positions, (begins, firsts, counts, None), check_int("longest", longest), first, _options(**options))
+    return _rope(x, positions, (begins, firsts, counts, None), check_int("longest", longest), check_int("first", first), _options(**options))
 
 
 # ---- Compression --------------------------------------------------------------------------------
@@ -291,6 +296,7 @@ def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int)
 
 
 def _compress_call(function: str, x: Any, begins: Any, longest: int, text: str) -> _Call:
+    axes("x", x)
     arrays, tokens = (begins, None, None, None), tokens_of(x.shape[1], begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, 0)
     made = desc_struct(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0, **_packed(begins, x))
@@ -362,6 +368,8 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
 # ---- Attention over few keys --------------------------------------------------------------------
 
 def _attend_call(branch, function, q, k, v, blocks, arrays, tokens, first, text, stride=1):
+    for name, x in ("q", q), ("k", k), ("v", v):
+        axes(name, x)
     begins, _, _, pages = arrays
     batch, count = problem(q.shape, arrays, tokens, first)
     sizes = _packed(begins, q)
@@ -409,8 +417,8 @@ def _attend_public(branch, q, k, v, blocks, arrays, most, first, options):
     if branch == "cmp":
         tokens = check_int("tokens", most)
     else:
-        tokens = tokens_of(k.shape[1], arrays[0], arrays[3], check_int("longest", most))
-    first = first_of(first, q.shape, tokens, arrays)
+        tokens = tokens_of(axes("k", k)[1], arrays[0], arrays[3], check_int("longest", most))
+    first = _first_of(first, axes("q", q), tokens, arrays)
     return _attend(branch, q, k, v, blocks, arrays, tokens, first, _options(**options))
 
 
@@ -449,7 +457,7 @@ _PARTS = ("out_a", "out_b", "lse_a", "lse_b")
 
 
 def _merge_call(function, parts):
-    batch, tokens, heads, width = parts[0].shape
+    batch, tokens, heads, width = axes("out_a", parts[0])
     for name, x, shape in zip(_PARTS, parts, (parts[0].shape,) * 2 + (parts[0].shape[:3],) * 2):
         _expect(name, x, *shape)
     return _Call(function, desc_struct("", batch, tokens, heads, heads, 1, width, 0, tokens, 0))
@@ -501,7 +509,7 @@ def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array 
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
     text, arrays, tokens = _options(**options), (begins, firsts, counts, pages), check_int("tokens", tokens)
-    first = first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
     call = _attend_call("cmp", "select_blocks", q, k, k, None, arrays, tokens, first, text)
     _expect("lse", lse, *q.shape[:3])
     return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
@@ -526,7 +534,7 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
     text, kinds, stride = _options(**options), _abi.Score(act=act, pool=pool), check_int("stride", stride)
     arrays = begins, firsts, counts, pages
     tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
-    first = first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
     call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text, stride)
     fixed = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
     return _chosen(call, _SCORE, fixed, dict(q=q, k=k, weights=weights), _lists(q, k.shape[2], text), tokens, scores, text)
@@ -573,7 +581,7 @@ def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None,
     or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
     text, stride, arrays = _options(**options), check_int("stride", stride), (begins, firsts, counts, pages)
     tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
-    first = first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
     return _score_lists(q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text)
 
 
@@ -583,7 +591,7 @@ def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, fir
     tokens), in float32 or, of doubles, float64."""
     scores, text = jax.lax.stop_gradient(scores), _options(**options)
     arrays, heads, tokens = (begins, firsts, counts, None), scores.shape[2], check_int("tokens", tokens)
-    first = first_of(first, scores.shape, tokens, arrays)
+    first = _first_of(first, scores.shape, tokens, arrays)
     batch, count = problem(scores.shape, arrays, tokens, first)
     _expect("scores", scores, *scores.shape[:3], slc_count(text, tokens))
     lists = _like(scores, *scores.shape[:3], list_width(text), dtype=jnp.int32)
@@ -596,10 +604,10 @@ def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, fir
 # ---- Gate ---------------------------------------------------------------------------------------
 
 def _gate_call(function, logits, cmp, slc, win, text):
-    batch, tokens, heads, width = cmp.shape
+    batch, tokens, heads, width = axes("cmp", cmp)
     _expect("slc", slc, *cmp.shape)
     _expect("win", win, *cmp.shape)
-    _expect("logits", logits, batch, tokens, logits.shape[2], 3)
+    _expect("logits", logits, batch, tokens, axes("logits", logits)[2], 3)
     return _Call(function, desc_struct(text, batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, 0,
                                        gate_heads=logits.shape[2]))
 
@@ -640,6 +648,8 @@ _PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in PHI)
 
 def _whole_call(function, x, arrays, longest, first, text):
     q, k, v = x["q"], x["k_slc"], x["v_slc"]
+    for name in _WHOLE:
+        axes(name, x[name])
     begins, _, _, pages = arrays
     tokens = tokens_of(k.shape[1], begins, pages, longest)
     batch, count = problem(q.shape, arrays, tokens, first)
@@ -732,7 +742,7 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps, and what is returned ends with the
     same pair once more, those of this step in it (a jit that donates the pair copies nothing)."""
-    phis = [(phi, {}) if isinstance(phi, str) else phi for phi in (phi_k, phi_v)]
+    phis = phi_of("phi_k", phi_k), phi_of("phi_v", phi_v)
     longest = check_int("longest", longest)
     if compressed is not None:
         of_a_step(begins, first)
@@ -743,7 +753,7 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
         rows = step["k_cmp.out"], step["v_cmp.out"]
         return (step["out"], step["blocks"], rows) if blocks else (step["out"], rows)
     only_with("compressed", firsts, counts, pages)
-    first = first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
+    first = _first_of(first, axes("q", q), axes("k_slc", k_slc)[1], (begins, firsts, counts))
     found = _attention((q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates), tuple(given for _, given in phis), begins,
                        longest, first, tuple(kind for kind, _ in phis), _options(**options))
     return (found["out"], found["blocks"]) if blocks else found["out"]

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch as _torch
 
-from .._pack import (PHI as _PHI, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
-                     scored_tokens as _scored_tokens, tokens_of as _tokens_of)
+from .._pack import (PHI as _PHI, axes as _axes, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
+                     phi_of as _phi_of, scored_tokens as _scored_tokens, tokens_of as _tokens_of)
 from .._refused import refused as _refused
 from . import _operators as _o
 from ._memory import release_memory
@@ -107,8 +107,8 @@ def _attended(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | Non
     if branch == "cmp":
         tokens = _o.integer("tokens", most)
     else:
-        tokens = _tokens_of(k.shape[1], begins, pages, _o.integer("longest", most))
-    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
+        tokens = _tokens_of(_axes("k", k)[1], begins, pages, _o.integer("longest", most))
+    first = _first_of(first, _axes("q", q), tokens, (begins, firsts, counts))
     return _o.attend[branch](q, k, v, blocks, begins, firsts, counts, pages, tokens, first,
                              _options(**options) if options else "")
 
@@ -191,19 +191,19 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps and gets those of this one."""
-    kind_k, given_k = (phi_k, _NO_PARAMETERS) if isinstance(phi_k, str) else _phi(phi_k)
-    kind_v, given_v = (phi_v, _NO_PARAMETERS) if isinstance(phi_v, str) else _phi(phi_v)
+    kind_k, given_k = (phi_k, _NO_PARAMETERS) if isinstance(phi_k, str) else _phi("phi_k", phi_k)
+    kind_v, given_v = (phi_v, _NO_PARAMETERS) if isinstance(phi_v, str) else _phi("phi_v", phi_v)
     tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given_k, *given_v
     longest = _o.integer("longest", longest)
     if compressed is not None:
         _of_a_step(begins, first)
         with _torch.no_grad():
             found = _o.attention_step(*tensors, *compressed, firsts, counts, pages,
-                                      _tokens_of(k_slc.shape[1], None, pages, longest), kind_k, kind_v, _options(**options))
+                                      _tokens_of(_axes("k_slc", k_slc)[1], None, pages, longest), kind_k, kind_v, _options(**options))
         return found if blocks else found[0]
     if not (firsts is counts is pages is None):
         _only_with("compressed", firsts, counts, pages)
-    first = _first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
+    first = _first_of(first, _axes("q", q), _axes("k_slc", k_slc)[1], (begins, firsts, counts))
     found = _o.attention_of((*tensors, begins, longest, first, kind_k, kind_v, _options(**options) if options else ""),
                             2 if blocks else 1)
     return found[:2] if blocks else found[0]
@@ -212,9 +212,9 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
 _NO_PARAMETERS = (None,) * len(_PHI)
 
 
-def _phi(phi: tuple[str, dict[str, Tensor]]) -> tuple[str, list[Tensor | None]]:
+def _phi(name: str, phi: tuple[str, dict[str, Tensor]]) -> tuple[str, list[Tensor | None]]:
     """Its kind, and its parameters as the operators take them."""
-    kind, parameters = phi
+    kind, parameters = _phi_of(name, phi)
     if not parameters.keys() <= set(_PHI):
         raise _refused("OPTION", "phi", f"parameters {', '.join(parameters)}, must be of {', '.join(_PHI)}")
     return kind, [parameters.get(name) for name in _PHI]

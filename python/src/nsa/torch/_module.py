@@ -16,7 +16,7 @@ import nsa
 
 from . import _operators as _o
 from .._library import Lock
-from .._pack import PHI, check_int, options, parse
+from .._pack import PHI, check_int, options, parse, rope_fields
 from .._refused import refused
 from ._native import DTYPES
 
@@ -94,7 +94,8 @@ class NativeSparseAttention(nn.Module):
         if rope_base is None and rope:
             raise refused("OPTION", "rope", f"{rope}, must be None: rope_base None leaves positions out")
         self.rope_options = None if rope_base is None else options(**{"base": float(rope_base), **(rope or {})})
-        nsa.Rope(**parse(self.rope_options or "", nsa.Rope))
+        if self.rope_options is not None:
+            rope_fields(self.rope_options, heads, self.dim_k)
         self.W_Q = nn.Linear(dim, heads * self.dim_k, bias=False)
         for branch in _BRANCHES:
             setattr(self, "W_K_" + branch, nn.Linear(dim, kv_heads * self.dim_k, bias=False))
@@ -142,6 +143,8 @@ class NativeSparseAttention(nn.Module):
         if x.dim() != 3:
             raise refused("SIZE", "x", f"shape {tuple(x.shape)}, must be (B, T, dim), or with begins (rows, dim)")
         if cache is not None:
+            if not isinstance(cache, Cache):
+                raise TypeError(f"cache: {type(cache).__module__}.{type(cache).__name__}, must be what module.cache() makes")
             if begins is not None or longest:
                 raise refused("OPTION", "begins" if begins is not None else "longest", "a cache has each sequence for itself: "
                               "must be None, and longest 0, with x (B, T, dim)")
@@ -229,6 +232,9 @@ class Cache:
     def __deepcopy__(self, memo: Any) -> "Cache":
         return self.__copy__()
 
+    def __reduce__(self) -> Any:
+        return self.rows.__reduce__()  # which refuses
+
     @property
     def lengths(self) -> list[int]:
         """Tokens that each sequence holds."""
@@ -267,6 +273,8 @@ class Cache:
             raise refused("CACHE", "cache", "of another module, must be of this one's geometry: module.cache()")
         if batch != self._desc.batch:
             raise refused("SIZE", "x", f"{batch} sequences, and the cache holds {self._desc.batch}: must be as many")
+        if counts is not None and not hasattr(counts, "__len__"):
+            raise TypeError(f"counts: {counts!r}, must be {batch} numbers, 0 .. {tokens}")
         each = [tokens] * batch if counts is None else [check_int("counts", n) for n in counts]
         if len(each) != batch or any(not 0 <= n <= tokens for n in each):
             raise refused("RANGE", "counts", f"{each}, must be {batch} numbers, 0 .. {tokens}")
