@@ -70,8 +70,8 @@ class NSAConfig(PretrainedConfig):
         self.gate = gate
         self.gate_form = gate_form
         self.use_cache = use_cache
-        self.rope = rope or {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0,
-                             "trained_context": 0}
+        self.rope = {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0, "trained_context": 0,
+                     **(rope or {})}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def check(self):
@@ -92,9 +92,16 @@ class NSAConfig(PretrainedConfig):
             if name.startswith(("rope_", "sliding_window")) and value is not None:
                 raise ValueError(f"{name}: must be absent; `rope` has the positions, `window` the window")
         block, stride, slc_block = self.cmp_block, self.cmp_stride, self.slc_block
+        heads, groups, scaled = self.num_attention_heads, self.num_key_value_heads, rope["scaling"] != "none"
+        over = rope["scaling"] in ("yarn", "llama3")  # a trained context, which has a length
         one_each = kinds == [self.attention] or len(kinds) == self.num_hidden_layers
         for name, holds, allowed in (
-                ("attention", one_each, "one word, or one for each layer"), ("window", self.window >= 1, "at least 1"),
+                ("attention", one_each, "one word, or one for each layer"),
+                ("num_key_value_heads", groups >= 1 and heads % groups == 0, "a divisor of num_attention_heads"),
+                ("head_dim", self.head_dim >= 2 and self.head_dim % 2 == 0, "even, at least 2"),
+                ("rope", rope["base"] > 1 and (not scaled or rope["factor"] >= 1) and (not over or rope["trained_context"] >= 1),
+                 "of a base above 1, where scaled a factor of at least 1, and of yarn and llama3 a trained_context"),
+                ("window", self.window >= 1, "at least 1"),
                 ("cmp_stride", stride >= 1 and block % stride == 0, "a divisor of cmp_block"),
                 ("slc_block", slc_block >= block and slc_block % max(1, stride) == 0,
                  "a multiple of cmp_stride, at least cmp_block"),

@@ -206,11 +206,14 @@ def check_settings(model):
     """What config.json may say and the model does not do, by name: nothing of it is ignored."""
     plain = {name: x for name, x in vars(model.config).items() if not name.startswith("_")}
     assert type(model)(type(model.config)(**plain)) is not None
+    assert type(model.config)(rope={"base": 5000.0}).rope["pairs"] == "interleaved"  # as if given without it
     for name, value in (("window", 0), ("cmp_stride", 3), ("slc_block", 6), ("slc_count", 0), ("slc_count", 2),
                         ("attention", ["full"] * 9), ("attention", "half"), ("rope_scaling", {"rope_type": "linear"}),
                         ("rope_theta", 5e5), ("sliding_window", 8), ("rope", {**model.config.rope, "pairs": "half"}),
                         ("rope", {**model.config.rope, "scaling": "longrope"}),
-                        ("rope", {**model.config.rope, "ntk_alpha": 2})):
+                        ("rope", {**model.config.rope, "ntk_alpha": 2}), ("rope", {"base": 1.0}),
+                        ("rope", {**model.config.rope, "scaling": "linear", "factor": 0.5}),
+                        ("rope", {"scaling": "yarn", "factor": 2.0}), ("num_key_value_heads", 5), ("head_dim", 7)):
         try:
             type(model)(type(model.config)(**{**plain, "slc_init": 1, "slc_local": 2, name: value}))
         except ValueError as error:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -399,6 +400,35 @@ class Strangers(unittest.TestCase):
                                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"})
         self.assertEqual(found.stdout.split(), ["0", "2"], found.stderr)
 
+    def test_a_child_of_who_is_in_a_cache(self):
+        """Its thread is the parent's: what it has half done nobody finishes, and nobody would open its lock."""
+        cache, other = nsa.Cache(Problem().desc), nsa.Cache(Problem().desc)
+        entered, leave = threading.Event(), threading.Event()
+
+        def inside():
+            with cache._lock:
+                entered.set()
+                leave.wait()
+        thread = threading.Thread(target=inside)
+        thread.start()
+        entered.wait()
+        with other._lock:  # of the thread that forks
+            child = os.fork()
+            if child == 0:
+                try:
+                    signal.alarm(30)
+                    other.rewind(0, 0)
+                    for call in lambda: cache.rewind(0, 0), lambda: other.fork(0, cache, 0, 0), lambda: copy.copy(cache):
+                        with self.assertRaisesRegex(nsa.Refused, "^cache: another thread was in a call of it when"):
+                            call()
+                    os._exit(0)
+                finally:
+                    os._exit(4)
+        leave.set()
+        thread.join()
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        cache.rewind(0, 0)
+
     def test_fields_that_a_function_does_not_use(self):
         """A window has no use for blocks: their fields may hold anything, as the header says."""
         p = Problem()
@@ -698,6 +728,35 @@ class Primitives(unittest.TestCase):
                 nsa.bf16_to_f32(bits)
         with self.assertRaisesRegex(TypeError, "source: NoneType, must be a Cache"):
             nsa.Cache(Problem().desc).fork(0, None, 0, 0)
+
+    def test_arguments_of_another_kind_are_named(self):
+        p = Problem()
+        x, none = p.attend(), nsa.Select()
+        for words, call in (
+                ("x: NoneType, must be nsa.Attend$", lambda: nsa.attend_win_forward(None, p.desc)),
+                ("x: Select, must be nsa.Attend$", lambda: nsa.attend_win_forward(none, p.desc)),
+                ("desc: NoneType, must be nsa.Desc$", lambda: nsa.attend_win_forward(x, None)),
+                ("x: Desc, must be nsa.Attend$", lambda: nsa.attend_win_forward(p.desc, x)),
+                ("x: Select, must be nsa.Attend$", lambda: nsa.attend_win_backward(x, none, p.desc)),
+                ("desc: NoneType, must be nsa.Desc$", lambda: nsa.Cache(None)),
+                ("desc: NoneType, must be nsa.Desc$", lambda: nsa.check_pages(None)),
+                ("x: Attend, must be nsa.Attention$", lambda: nsa.Cache(p.desc).decode(x, 1)),
+                ("rope: NoneType, must be nsa.Rope$", lambda: nsa.rope_frequencies(None)),
+                ("scale: None, must be a number$", lambda: nsa.desc(1, 8, 2, 1, 16, scale=None)),
+                ("parameters: None, must be a configuration's rope_parameters", lambda: nsa.rope_options(None))):
+            with self.subTest(words), self.assertRaisesRegex(TypeError, "^" + words):
+                call()
+        hidden = np.ma.array(p.q, mask=p.q > 2)
+        for words, call in (
+                ("q: has masked elements", lambda: nsa.Attend(q=hidden)),
+                ("tokens: -1, must be >= 0", lambda: nsa.block_map(p.desc, -1)),
+                ("workspace: is read-only", lambda: nsa.attend_win_forward(x, p.desc, workspace=bytes(1 << 20))),
+                ("dim: NSA_ERROR_SIZE: 15, must be even, 2 .. 576$", lambda: nsa.rope_frequencies(nsa.Rope(heads=1, dim=15))),
+                ("out: NSA_ERROR_NULL: not given, must be an array$", lambda: nsa.attend_win_forward(
+                    nsa.Attend(q=p.q, k=p.k, v=p.v, lse=p.lse), p.desc))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, "^" + words):
+                call()
+        nsa.Attend(q=np.ma.array(p.q)), nsa.Attend(q=np.ma.array(p.q, mask=False))
 
     def test_scores_of_lists_that_are_given(self):
         d = nsa.desc(1, 20, 4, 2, 16, slc_block=4, slc_count=8, slc_init=0, slc_local=1, begins=np.array([2, 22], np.int32))

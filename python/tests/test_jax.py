@@ -16,6 +16,7 @@ import numpy as np  # noqa: E402
 import nsa  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 2)
 if not (pathlib.Path(nsa.__file__).parent / "libnsa_xla.so").exists():
     subprocess.run([sys.executable, "-m", "nsa.build", "jax"], check=True,
                    env={**os.environ, "PYTHONPATH": str(pathlib.Path(nsa.__file__).parents[1])})
@@ -385,19 +386,49 @@ class Jax(unittest.TestCase):
         gradient = jax.grad(lambda w: nj.compress(k, {"w1": w}, phi="conv", cmp_block=8, cmp_stride=4).sum())(w1)
         self.assertEqual((out.shape, float(abs(gradient).sum())), ((0, T, H, DV), 0))
 
+    def split(self, call, *places):
+        """A function of arrays that two devices share by these axes, or both have."""
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+        return jax.shard_map(call, mesh=mesh, in_specs=places, out_specs=self.OVER)
+
+    OVER, BOTH = jax.sharding.PartitionSpec("batch"), jax.sharding.PartitionSpec()
+
     @unittest.skipUnless(hasattr(jax, "shard_map"), "a jax without it")
     def test_shard_map(self):
         """Results differ between devices as their inputs do: gradients are taken, and nobody takes them for equal."""
-        over = jax.sharding.PartitionSpec("batch")
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
         win = lambda q, k, v: nj.attend_win(q, k, v, window=16)[0]
-        split = jax.shard_map(win, mesh=mesh, in_specs=(over, over, over), out_specs=over)
+        split = self.split(win, *[self.OVER] * 3)
         for place in range(3):
             got, want = (jax.jit(jax.grad(lambda *x: f(*x).sum(), place))(self.q, self.k, self.v) for f in (split, win))
             np.testing.assert_array_equal(got, want)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
         with self.assertRaisesRegex(ValueError, "out_specs"):
-            jax.shard_map(win, mesh=mesh, in_specs=(over, over, over), out_specs=jax.sharding.PartitionSpec())(
-                self.q, self.k, self.v)
+            jax.shard_map(win, mesh=mesh, in_specs=(self.OVER,) * 3, out_specs=self.BOTH)(self.q, self.k, self.v)
+
+    @unittest.skipUnless(hasattr(jax, "shard_map"), "a jax without it")
+    def test_shard_map_of_arrays_that_all_devices_have(self):
+        """As JAX's own operations: their gradient is the sum of the devices'."""
+        q, one, lists = self.q, rows(1, T, HK, D), jnp.zeros((B, T, HK, 3), jnp.int32).at[..., 1:].set(-1)
+        gates, out, lse = rows(1, T, H, 3), rows(1, T, H, DV), rows(1, T, H)
+        at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        whole = lambda q, k, gates, p: nj.attention(q, k, k, k, k, k, k, gates, phi_k=("mlp", p), **GEOMETRY)
+        for name, call, *given in (
+                ("attend", lambda q, k: nj.attend_win(q, k, k, window=16)[0], q, one),
+                ("queries", lambda k, q: nj.attend_dense(q, k, k)[0], self.k, q[:1]),
+                ("attend_slc", lambda lists, q, k: nj.attend_slc(q, k, k, lists, **GEOMETRY)[0], lists, q[:1], one),
+                ("rope", lambda at, x: nj.rope(x, at), at, q[:1]),
+                ("compress", lambda x, p: nj.compress(x, p, phi="mlp", cmp_block=8, cmp_stride=4), self.k, parameters("mlp", D)),
+                ("merge", lambda out_a, out_b, lse: nj.merge(out_a, lse, out_b, lse)[0], self.v.repeat(2, 2), out, lse),
+                ("gate", lambda cmp, logits, slc: nj.gate(logits, cmp, slc, slc), self.v.repeat(2, 2), gates, out),
+                ("score_lists", lambda q, k, lists: jnp.maximum(nj.score_lists(q, k, lists, **GEOMETRY), -9), q, one, lists[:1]),
+                ("attention", whole, q, one, gates, parameters("mlp", D))):
+            floats = [i for i, x in enumerate(given) if isinstance(x, dict) or jnp.issubdtype(x.dtype, jnp.floating)]
+            split = self.split(call, self.OVER, *[self.BOTH] * (len(given) - 1))
+            alone = lambda *x: jnp.concatenate([call(x[0][b:b + 1], *x[1:]) for b in range(B)])
+            weight = rows(*alone(*given).shape)
+            got, want = (jax.grad(lambda *x: (f(*x) * weight).sum(), floats)(*given) for f in (split, alone))
+            for one_got, one_want in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+                np.testing.assert_allclose(one_got, one_want, atol=1e-12, err_msg=name)
 
     def test_refusals(self):
         ragged, at = self.q.reshape(1, B * T, H, D), jnp.zeros(2, jnp.int32)
@@ -414,6 +445,35 @@ class Jax(unittest.TestCase):
                 jax.block_until_ready(call())
         with self.assertRaisesRegex(nsa.Refused, "window: NSA_ERROR_SIZE: 0, must be >= 1"):
             nj.attend_win(self.q, self.k, self.v, window=0)
+        short, whole = "longest: 50, and each sequence has 52 tokens: must be at least as many", lambda n: [
+            lambda: nj.attend_win(self.q, self.k, self.v, longest=n), lambda: nj.rope(self.q, longest=n),
+            lambda: nj.compress(self.k, longest=n, cmp_block=8, cmp_stride=4),
+            lambda: nj.score_blocks(self.q, self.k, longest=n), lambda: nj.attend_win(
+                ragged, self.k, self.v, firsts=at, counts=at + T, longest=n)]
+        for less, more in zip(whole(T - 2), whole(T + 2)):
+            with self.assertRaisesRegex(nsa.Refused, short):
+                less()
+            more()
+        with self.assertRaisesRegex(nsa.Refused, "^first: 3, must be 0: firsts say"):
+            nj.attend_win(ragged, self.k, self.v, firsts=at, counts=at + T, first=3)
+        for words, call in (
+                ("v: shape .*, must have 4 axes", lambda: nj.attend_win(self.q, self.k, self.v[0])),
+                ("x: shape .*, must have 4 axes", lambda: nj.rope(self.q[0])),
+                ("x: shape .*, must have 4 axes", lambda: nj.compress(self.k[0])),
+                ("cmp: shape .*, must have 4 axes", lambda: nj.gate(self.q, self.q[0], self.q, self.q)),
+                ("out_a: shape .*, must have 4 axes", lambda: nj.merge(self.q[0], self.q, self.q, self.q)),
+                ("k: None, must be a tensor", lambda: nj.attend_win(self.q, None, self.v)),
+                ("k_win: shape .*, must have 4 axes", lambda: nj.attention(
+                    self.q, self.k, self.v, self.k, self.v, self.k[0], self.v, self.q)),
+                ("begins: list, must be an array of int32", lambda: nj.attend_win(
+                    self.q[:1], self.k[:1], self.v[:1], begins=[0, T], longest=T)),
+                ("dim: NSA_ERROR_SIZE: 15, must be even", lambda: nj.rope(self.q[..., :15])),
+                ("base: NSA_ERROR_SIZE: -1.0, must be above 1", lambda: nj.rope(self.q, base=-1.0))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
+                call()
+        np.testing.assert_array_equal(*(nj.attend_win(self.q[:, 3:], self.k, self.v, first=n)[0] for n in (3, jnp.int32(3))))
+        with self.assertRaisesRegex(TypeError, "^first: .*, must be an integer"):
+            jax.jit(lambda n: nj.attend_win(self.q[:, 3:], self.k, self.v, first=n))(3)
         with self.assertRaisesRegex(ValueError, "windows: no option"):
             nj.attend_win(self.q, self.k, self.v, windows=3)
         with self.assertRaisesRegex(ValueError, "v: shape"):

@@ -317,7 +317,7 @@ class Gradients(unittest.TestCase):
                                       ((0, 51), (1, 2), "count 2 of sequence 1, must be 0 .. 1")):
             with self.subTest(firsts), self.assertRaisesRegex(nsa.Refused, words):
                 nt.attend_win(q[:, :sum(counts)], two, two, firsts=int32(*firsts), counts=int32(*counts))
-        with self.assertRaisesRegex(nsa.Refused, "q: NSA_ERROR_DTYPE: must be float32, bfloat16, float16 or float64$"):
+        with self.assertRaisesRegex(nsa.Refused, "q: NSA_ERROR_DTYPE: int32, must be float32, bfloat16, float16 or float64$"):
             nt.attend_win(q.int(), k, v)
         for i in range(3):
             with self.subTest(i), self.assertRaisesRegex(nsa.Refused, "layout torch.sparse_coo, must be torch.strided"):
@@ -460,6 +460,27 @@ class Layouts(unittest.TestCase):
                      lambda: nt.rank_queries(gates[..., :2].expand(1, T, 2, 2), tokens=99, begins=begins)):
             with self.assertRaisesRegex(ValueError, "rows: NSA_ERROR_BEGINS"):
                 call()
+
+    def test_a_longest_that_nobody_asks_for(self):
+        """What the rows of k say is not overruled in silence."""
+        q, k, v = (rows(1, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        gates, x, each = rows(1, T, HK, 3, dtype=torch.float32, grad=False), rows(1, T, 32, dtype=torch.float32, grad=False), int32(T)
+        module, pair = nt.NativeSparseAttention(32, 4, 2, **GEOMETRY).to(DEVICE), (torch.zeros(1, 12, HK, D, device=DEVICE),) * 2
+        for call in (lambda n: nt.attend_win(q, k, v, longest=n), lambda n: nt.rope(q, longest=n), lambda n: module(x, longest=n),
+                     lambda n: nt.compress(k, longest=n, **GEOMETRY), lambda n: nt.score_blocks(q, k, longest=n),
+                     lambda n: nt.attention(q, k, v, k, v, k, v, gates, longest=n, **GEOMETRY),
+                     lambda n: nt.compress(k, out=pair[0], firsts=int32(0), counts=each, longest=n, cmp_block=8, cmp_stride=4),
+                     lambda n: nt.attend_win(q, k, v, firsts=int32(0), counts=each, longest=n)):
+            call(T), call(T + 2)
+            with self.assertRaisesRegex(nsa.Refused, "^longest: 50, and each sequence has 52 tokens: must be at least as many, or 0"):
+                call(T - 2)
+        for call in (lambda: nt.attend_win(q, k, v, firsts=int32(0), counts=each, first=3),
+                     lambda: nt.rope(q, firsts=int32(0), counts=each, longest=T, first=3)):
+            with self.assertRaisesRegex(nsa.Refused, "^first: 3, must be 0: firsts say"):
+                call()
+        if DEVICE == "cpu":
+            with self.assertRaisesRegex(nsa.Refused, "^longest: a cache has each sequence for itself"):
+                module(x, cache=module.cache(1, T), longest=T)
 
     @CPU
     def test_memory_that_has_the_negatives(self):
@@ -939,8 +960,42 @@ class Misuse(unittest.TestCase):
                     1, 8, dtype=torch.int16))):
             with self.subTest(words), self.assertRaisesRegex(ValueError, words):
                 call()
-        with self.assertRaises((ValueError, RuntimeError, AttributeError)):
+        with self.assertRaisesRegex(ValueError, "q: None, must be a tensor"):
             nt.attend_win(None, k, v)
+
+    def test_a_refusal_names_the_rule_that_is_broken(self):
+        """And no value that the rule allows, nor one of another struct."""
+        q, k, v = (rows(1, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        gates, lse = rows(1, T, HK, 3, dtype=torch.float32, grad=False), torch.zeros(1, T, H, device=DEVICE)
+        whole = lambda **more: nt.attention(q, k, v, k, v, k, v, gates, **more)
+        make = lambda **more: nt.NativeSparseAttention(32, H, HK, **more)
+        for words, call in (
+                ("k: list, must be a tensor", lambda: nt.attend_win(q, k.tolist(), v)),
+                (r"k: shape \(52, 2, 16\), must have 4 axes", lambda: nt.attend_win(q, k[0], v)),
+                ("dim: NSA_ERROR_SIZE: 15, must be even, 2 .. 576", lambda: nt.rope(q[..., :15])),
+                ("base: NSA_ERROR_SIZE: -1.0, must be above 1, or 0", lambda: nt.rope(q, base=-1.0)),
+                ("factor: NSA_ERROR_SIZE: 0.5, must be >= 1", lambda: nt.rope(q, scaling="linear", factor=0.5)),
+                ("fast: NSA_ERROR_SIZE: 1.0, must be above slow, .*: 1.0 and 2.0", lambda: nt.rope(
+                    q, scaling="yarn", factor=2.0, trained_context=9, fast=1.0, slow=2.0)),
+                ("phi: 'mlp' without w1, must have w1 and w2", lambda: whole(phi_k=("mlp", {}))),
+                ("phi_v: None, must be a kind, or a kind and its parameters", lambda: whole(phi_v=None)),
+                ("lse_b: NSA_ERROR_DTYPE: float32, must be float64, because other arrays", lambda: nt.merge(
+                    q, lse.double(), q, lse)),
+                ("factor: NSA_ERROR_SIZE: -1.0, must be >= 1", lambda: make(rope=dict(scaling="ntk", factor=-1.0))),
+                ("dim: NSA_ERROR_SIZE: 15, must be even", lambda: make(head_dim=15)),
+                ("mask: NSA_ERROR_OPTION: 1, must be causal in a cache", lambda: make(mask="none").cache(1, 8)),
+                ("list_heads: NSA_ERROR_HEADS: 4, must be 0 or kv_heads in a cache, which is 2", lambda: make(list_heads=4).cache(1, 8)),
+                ("max_rewind: NSA_ERROR_SIZE: -1, must be >= 0$", lambda: make().cache(1, 8, max_rewind=-1))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, "^" + words):
+                call()
+        cache = make(**GEOMETRY).cache(1, 8)
+        x = torch.zeros(1, 1, 32)
+        for words, call in (("cache: builtins.dict, must be what module.cache", lambda: make()(x, cache={})),
+                            ("counts: 1, must be 1 numbers, 0 .. 1", lambda: make(**GEOMETRY)(x, cache=cache, counts=1)),
+                            ("a Cache is memory of this process", lambda: pickle.dumps(cache)),
+                            ("a Cache is memory of this process", lambda: pickle.dumps(cache.rows))):
+            with self.subTest(words), self.assertRaisesRegex(TypeError, "^" + words):
+                call()
 
     def test_sizes_are_no_options(self):
         """An option that is a size would have the library read and write what the tensors do not have."""
@@ -1064,10 +1119,12 @@ class Misuse(unittest.TestCase):
         out = nt.attend_win(q, k, v, **GEOMETRY)[0]
         douts = rows(3, *out.shape, dtype=torch.float32, grad=False)
         found = torch.autograd.grad(out, (q, k), douts, is_grads_batched=True, retain_graph=True)
+        recorded = torch.autograd.grad(out, (q, k), douts, is_grads_batched=True, create_graph=True)
         for i, dout in enumerate(douts):
             expected = torch.autograd.grad(out, (q, k), dout, retain_graph=True)
-            for a, b in zip(found, expected):
+            for a, again, b in zip(found, recorded, expected):
                 torch.testing.assert_close(a[i], b)
+                torch.testing.assert_close(again[i], b)
 
     @NEW
     def test_exported_for_any_length(self):
@@ -1093,6 +1150,12 @@ class Misuse(unittest.TestCase):
                 first, = torch.autograd.grad(call(q).sum(), q, create_graph=True)  # its gradient asks for nothing
                 with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
                     (q.sum() + first.norm()).backward()
+                def second():  # nobody goes backward through all of the graph
+                    first, = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+                    return torch.autograd.grad(first.sum(), q, allow_unused=True)
+                for asked in second, lambda: torch.autograd.functional.hvp(lambda x: call(x).square().sum(), q, q):
+                    with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+                        asked()
                 with torch.autograd.forward_ad.dual_level():
                     with self.assertRaisesRegex(NotImplementedError, "forward mode"):
                         call(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()))

@@ -15,7 +15,6 @@ nsa.torch and nsa.jax have differentiable operators. Not here: arithmetic.
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any, Iterator, Sequence
 
 from . import _abi, _functions
@@ -24,11 +23,11 @@ from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageF
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
 from . import _library
-from ._library import (Library, call, check_arrays, check_numbers, check_shapes, check_writable, checked, has_computed, integers_in,
+from ._library import (Library, Lock, call, check_arrays, check_shapes, check_writable, checked, frequencies_of, has_computed, integers_in,
                        is_logarithm, library, library_for, memory, views_of)
 from ._refused import Refused, refused
 from ._rope import rope_options
-from ._struct import Array, Struct, check_int
+from ._struct import Array, Struct, check_int, check_kind
 from ._views import describe
 
 __version__ = VERSION
@@ -59,7 +58,7 @@ def isa_name(isa: Isa) -> str:
 
 def check_pages(desc: Desc) -> PageFault | None:
     """The first fault of firsts, counts or pages; None: every function takes them."""
-    check_arrays(desc)
+    check_arrays(check_kind("desc", desc, Desc))
     fault = PageFault()
     status = library().nsa_check_pages(ctypes.byref(desc), ctypes.byref(fault))
     if library().nsa_status_kind(status) in (Error.RANGE, Error.PAGES) and fault.reason:
@@ -80,6 +79,8 @@ def block_overlap_range(desc: Desc, tokens: int, slc: int) -> tuple[int, int]:
 
 def block_map(desc: Desc, tokens: int) -> tuple[list[int], list[int], list[float]]:
     """The map M of Eq. 9 as CSR, (indptr, indices, weights): a row for each selection block."""
+    if check_int("tokens", tokens) < 0:
+        raise refused("SIZE", "tokens", f"{tokens}, must be >= 0")
     rows, size = _functions.slc_count(desc, tokens), _functions.block_map_size(desc, tokens)
     indptr, indices = (ctypes.c_int32 * (rows + 1))(), (ctypes.c_int32 * max(1, size))()
     weights = (ctypes.c_float * max(1, size))()
@@ -99,10 +100,7 @@ def cmp_begins(desc: Desc) -> list[int]:
 
 def rope_frequencies(rope: Rope) -> tuple[list[float], float]:
     """(radians from one position to the next of each pair, what rows are multiplied by)."""
-    check_numbers(rope)
-    found, magnitude = (ctypes.c_double * max(1, rope.dim // 2))(), ctypes.c_double()
-    status = library().nsa_rope_frequencies(ctypes.byref(rope), found, ctypes.byref(magnitude))
-    library().check(status, rope)
+    found, magnitude = frequencies_of(rope)
     return list(found)[:rope.dim // 2], magnitude.value
 
 
@@ -155,7 +153,8 @@ class Cache:
 
     dtype: of the rows that it holds; max_rewind: how far a sequence can be taken back, and max_rewind + 1
     tokens at once at most. The work for a token is that of its own keys. Threads may share one: its calls wait for
-    each other. copy and deepcopy make one with memory of its own, and the same tokens.
+    each other. A child of fork refuses it if another thread was in a call of it just then. copy and deepcopy make one
+    with memory of its own, and the same tokens.
     """
 
     def __init__(self, desc: Desc, dtype: Dtype | str = Dtype.F32, max_rewind: int = 0):
@@ -171,7 +170,7 @@ class Cache:
         status = self._lib.nsa_cache_init(ctypes.byref(self.struct), ctypes.byref(desc), kind, max_rewind,
                                           ctypes.addressof(self._memory), len(self._memory))
         self._lib.check(status, desc, _Cache(max_rewind=max_rewind))
-        self._lock, self._dtype = threading.RLock(), kind
+        self._lock, self._dtype = Lock(), kind
         self.desc = type(desc).from_buffer_copy(desc)
         self.desc.__dict__["arrays"] = {}
 
@@ -184,6 +183,9 @@ class Cache:
 
     def __deepcopy__(self, memo: Any) -> "Cache":
         return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Cache is memory of this process, and cannot be pickled: copy and fork make others here")
 
     @property
     def lengths(self) -> list[int]:
@@ -217,7 +219,7 @@ class Cache:
         The views of x hold the new rows, (B, count, ...); of outputs the rows behind counts[b] become zeros, of lse -inf,
         of lists -1. Returns the keys that each sequence's step read.
         """
-        check_int("count", count)
+        check_int("count", count), check_kind("x", x, Attention)
         rows = type(self.desc).from_buffer_copy(self.desc)
         rows.first, rows.count, rows.tokens, rows.begins = 0, count, count, None
         views = views_of([x])

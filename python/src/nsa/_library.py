@@ -9,14 +9,16 @@ import ctypes
 import functools
 import os
 import pathlib
+import threading
 import warnings
+import weakref
 from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc, Error
 from ._refused import Refused, refused
-from ._struct import GATES, Array, Struct, check_int
-from ._views import F64, I32, Described, describe
+from ._struct import GATES, Array, Struct, check_int, check_kind
+from ._views import F64, I32, NAMES, Described, describe
 
 _PHIS = {int(member): member.name.lower() for member in _abi.Phi}
 FOLDER = pathlib.Path(__file__).resolve().parent
@@ -26,7 +28,7 @@ class _Function:
     """A function of the library whose integers are held against the bits that they have there."""
 
     def __init__(self, function: Any, names: Sequence[str]):
-        self._function, self.argtypes = function, function.argtypes
+        self._function, self.argtypes, self.names = function, function.argtypes, names
         self._integers = [(i, name, ctypes.sizeof(kind) * 8, kind is ctypes.c_uint16)
                           for i, (name, kind) in enumerate(zip(names, self.argtypes))
                           if kind in (ctypes.c_int, ctypes.c_int64, ctypes.c_uint16)]
@@ -103,6 +105,28 @@ _RULES = {
     "RANGE": {"first": "0 .. tokens, which is {tokens}", "count": "0 .. tokens - first, {tokens} - {first}"},
     "STRIDE": {"gate_stride": ">= 0"},
 }
+#: Of nsa.Rope, whose fields are of kind SIZE.
+_ROPE_RULES = {"heads": ">= 1", "dim": "even, 2 .. 576", "base": "above 1, or 0 for 10000", "factor": ">= 1",
+               "trained_context": ">= 1, of longrope >= 2", "context": ">= 0", "magnitude": ">= 0",
+               "fast": "above slow, and that above 0: {fast} and {slow}, of which 0 means 32 (llama3: 4) and 1",
+               "mscale": ">= 0, and so mscale_all_dim: {mscale} and {mscale_all_dim}", "frequencies": "finite numbers",
+               "short_factors": "numbers above 0", "long_factors": "numbers above 0"}
+#: Of a descriptor that others would take.
+_CACHE_RULES = {"mask": "causal in a cache", "list_heads": "0 or kv_heads in a cache, which is {kv_heads}",
+                "firsts": "None in a cache, which has each sequence for itself", "pages": "None in a cache, which has its own memory"}
+
+
+def _rule(owner: Any, value: Any, kind: str, where: str, structs: Sequence[Struct]) -> str | None:
+    """What is allowed in a field of this struct, where the library's own words are those of all fields."""
+    field = where.rpartition(".")[2]
+    if isinstance(owner, _abi.Rope):
+        return _ROPE_RULES.get(field) if kind == "SIZE" else None
+    if isinstance(owner, Desc) and any(isinstance(x, _abi.Cache) for x in structs) and field in _CACHE_RULES:
+        return _CACHE_RULES[field]
+    if isinstance(owner, _abi.Compress) and field == "dim" and isinstance(value, int) and 1 <= value <= 576:
+        whole = "dim" if where.startswith("k") else "dim_v"
+        return f"the descriptor's {whole}, which is {_field(structs, whole)[1]}"
+    return _RULES.get(kind, {}).get(field) if isinstance(owner, (Desc, _abi.Compress, _abi.Cache)) else None
 
 
 def _field(structs: Sequence[Struct], where: str) -> tuple[Any, Any]:
@@ -155,6 +179,11 @@ def _of_sequences(desc: Desc, kind: str, where: str) -> str | None:
     return None
 
 
+def _dtype_name(view: Any) -> str:
+    number = int(view.dtype)
+    return next((name for name, value in NAMES.items() if value == number), str(number))
+
+
 def refusal(library: Any, status: int, *structs: Struct, on_host: bool = True) -> Refused:
     """The library's words for a status, and of one of these structs' fields the value, and the rule that it breaks.
     on_host: whether the descriptor's arrays can be read here."""
@@ -163,16 +192,21 @@ def refusal(library: Any, status: int, *structs: Struct, on_host: bool = True) -
     owner, value = _field(structs, where)
     desc = next((x for x in structs if isinstance(x, Desc)), None)
     found = _of_sequences(desc, kind.name, where) if desc is not None and on_host else None
-    rule = _RULES.get(kind.name, {}).get(where.rpartition(".")[2]) if isinstance(owner, (Desc, _abi.Compress)) else None
+    rule, is_view = _rule(owner, value, kind.name, where, structs), isinstance(value, (Described, _abi.Tensor))
     if found is not None:
         text = found
     elif kind == Error.DTYPE:
-        text = (f"{value.dtype_name}, " if isinstance(value, Described) else "") + f"must be {_dtypes(where)}"
+        text = (f"{_dtype_name(value)}, " if is_view else "") + "must be " + (
+            "float64, because other arrays of this call are" if _dtypes(where) == _REALS and library.real is ctypes.c_double
+            else _dtypes(where))
+    elif kind == Error.NULL and owner is not None and (value is None or isinstance(value, _abi.Tensor) and not value.data):
+        text = "not given, must be an array"
+    elif rule is not None:
+        shown = list(value.shape) if isinstance(value, Described) else value
+        text = f"{shown}, must be " + rule.format_map({name: getattr(owner, name) for name in owner.kinds()})
     elif isinstance(value, Described):
         text = f"{value.dtype_name}{list(value.shape)} of strides {list(value.strides)}: {text}"
-    elif rule is not None:
-        text = f"{value}, must be " + rule.format_map({name: getattr(owner, name) for name in owner.kinds()})
-    elif kind == Error.OPTION and owner is not None and where in owner._enums_:
+    elif kind == Error.OPTION and owner is not None and where in owner._enums_ and value not in list(owner._enums_[where]):
         text = f"{value}, must be of " + ", ".join(f"{member.name.lower()} ({int(member)})" for member in owner._enums_[where])
     elif isinstance(value, (int, float)) and owner.kinds().get(where) is not ctypes.c_void_p:
         text = f"{value}: {text}"
@@ -326,6 +360,14 @@ def check_numbers(rope: Any) -> None:
             raise refused("SIZE", name, f"shape {array.shape}, must be (dim / 2) = ({rope.dim // 2},)")
 
 
+def frequencies_of(rope: Any) -> tuple[Any, Any]:
+    """What nsa_rope_frequencies finds; it holds the options against their rules."""
+    check_numbers(check_kind("rope", rope, _abi.Rope))
+    found, magnitude = (ctypes.c_double * max(1, rope.dim // 2))(), ctypes.c_double()
+    library().check(library().nsa_rope_frequencies(ctypes.byref(rope), found, ctypes.byref(magnitude)), rope)
+    return found, magnitude
+
+
 def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:
     """"3", "l D", and what is a field of the struct: "dim", as "D" is, "hidden", "heads"."""
     product = 1
@@ -375,7 +417,7 @@ def _with_uses(desc: Desc, uses: int) -> Desc:
 
 def checked(lib: Library, desc: Desc, name: str = "") -> Any:
     """The descriptor's address, once the rules hold that the function `name` looks at."""
-    check_arrays(desc)
+    check_arrays(check_kind("desc", desc, Desc))
     desc = desc if threads_most is None else _alone(desc)
     status = lib.nsa_desc_check(ctypes.byref(desc))
     if status and _uses(name) != _CMP | _SLC | _FORCED:
@@ -402,10 +444,39 @@ def _in_a_child() -> None:
     global threads_most
     if _has_computed:
         threads_most = 1
+    Lock.in_a_child()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_a_child)
+
+
+class Lock:
+    """Of an object whose calls wait for each other; a thread that has it may take it again. In a child of fork it is open, but
+    not if another thread was in a call of the object: what that has half done nobody will finish, and calls are refused."""
+    _all: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self._lock, self._lost = threading.RLock(), False
+        Lock._all.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._lost:
+            self._lock.release()
+            raise refused("CACHE", "cache", "another thread was in a call of it when this process was forked from its parent: "
+                                            "must be a new one here, or fork while no thread computes")
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+    @classmethod
+    def in_a_child(cls) -> None:
+        for lock in cls._all:
+            if lock._lock.acquire(blocking=False):
+                lock._lock.release()
+            else:
+                lock._lock, lock._lost = threading.RLock(), True
 
 
 def _alone(desc: Desc) -> Desc:
@@ -417,6 +488,9 @@ def _alone(desc: Desc) -> Desc:
 
 def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = None) -> None:
     """A function of the header that returns a status; it takes its workspace itself unless given one."""
+    function = getattr(library(), name)
+    for field, pointer, x in zip((*function.names[:len(structs)], "desc"), function.argtypes, (*structs, desc)):
+        check_kind(field, x, pointer._type_)
     views = views_of(structs)
     lib = library_for(views)
     d = checked(lib, desc, name)  # first, because what follows is computed from it
@@ -458,6 +532,8 @@ def is_logarithm(field: str) -> bool:
 
 def describe_bytes(workspace: Any) -> tuple[int, int]:
     """(address, bytes) of a writable buffer."""
+    if memoryview(workspace).readonly:
+        raise refused("WORKSPACE", "workspace", "is read-only, and would be written")
     view = (ctypes.c_char * memoryview(workspace).nbytes).from_buffer(workspace)
     return ctypes.addressof(view), len(view)
 

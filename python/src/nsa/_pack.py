@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc
-from ._library import check_key_stride, check_numbers, library
+from ._library import check_key_stride, frequencies_of, library
 from ._refused import refused
 from ._struct import check_int
 
@@ -19,6 +19,7 @@ from ._struct import check_int
 PHI = ("pos", "w1", "b1", "w2", "b2")
 #: Those that each kind has.
 _PHIS = {"mean": (), "conv": ("w1", "b1"), "mlp": PHI}
+_NEEDED = {"mean": (), "conv": ("w1",), "mlp": ("w1", "w2")}
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int: "i", ctypes.c_int64: "q", ctypes.c_double: "d"}
 NULL = (0, 0, 0, 0, 0)
 
@@ -30,6 +31,18 @@ def check_phi(phi: str, given: Sequence[str]) -> None:
     for name in given:
         if name not in _PHIS[phi]:
             raise refused("OPTION", "phi", f"{phi!r} has no {name}, must be of {', '.join(_PHIS[phi]) or 'no parameters'}")
+    for name in _NEEDED[phi]:
+        if name not in given:
+            raise refused("NULL", "phi", f"{phi!r} without {name}, must have {' and '.join(_NEEDED[phi])}")
+
+
+def phi_of(name: str, phi: Any) -> tuple[str, Any]:
+    """A kind and its parameters by name."""
+    if isinstance(phi, str):
+        return phi, {}
+    if not isinstance(phi, (tuple, list)) or len(phi) != 2 or not isinstance(phi[0], str) or not hasattr(phi[1], "keys"):
+        raise refused("OPTION", name, f"{phi!r}, must be a kind, or a kind and its parameters by name: ('conv', {{'w1': ...}})")
+    return phi[0], phi[1]
 
 
 class Packer:
@@ -37,6 +50,7 @@ class Packer:
     field that is not given is zeros."""
 
     def __init__(self, kind: Any):
+        self.kind = kind
         self.fields: list[tuple[str, tuple[Any, ...]]] = []
         self.offsets: dict[str, int] = {}
         self.at: list[int] = []  #: each value's offset
@@ -129,12 +143,11 @@ def _kept(values: tuple[float, ...]) -> Any:
 def rope_fields(text: str, heads: int, dim: int) -> dict[str, tuple[Any, ...]]:
     """nsa_rope without its views, for options as text."""
     given, kinds = parse(text, _abi.Rope), _abi.Rope.kinds()
-    made = _abi.Rope(dim=dim, **given)
-    check_numbers(made)
+    made = _abi.Rope(heads=heads, dim=dim, **given)
+    frequencies_of(made)
     fields: dict[str, tuple[Any, ...]] = {name: (getattr(made, name) or 0,) for name, of in kinds.items()
                                           if of is not _abi.Tensor}
     fields.update({name: (ctypes.addressof(_kept(given[name])),) for name in made._doubles_ if name in given})
-    fields.update(heads=(heads,), dim=(dim,))
     return fields
 
 
@@ -143,6 +156,8 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
     begins, firsts, counts, pages = arrays
     of_each = {"begins": begins, "firsts": firsts, "counts": counts}
     for name, x in of_each.items():
+        if x is not None and not hasattr(x, "shape"):
+            raise refused("NULL", name, f"{type(x).__name__}, must be an array of int32")
         if x is not None and (len(x.shape) != 1 or rows[0] != 1):
             raise refused("SIZE", name, f"shape {tuple(x.shape)} for rows of {tuple(rows[:2])}, must be of one axis, "
                                         "with rows of (1, rows, heads, width)")
@@ -158,12 +173,47 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
         raise refused("NULL", "firsts, counts", "one of them alone, must be both or none")
     batch, count = rows[0], rows[1]
     if counts is not None:
+        if first:
+            raise refused("OPTION", "first", f"{first}, must be 0: firsts say which a sequence's queries are")
         batch, count = counts.shape[0], min(tokens, rows[1])
         if firsts.shape[0] != batch:
             raise refused("SIZE", "firsts", f"{firsts.shape[0]}, and counts {batch}: must be as many")
     if pages is not None and pages.shape[0] != batch:
         raise refused("SIZE", "pages", f"of {pages.shape[0]} sequences, must be of {batch}")
     return batch, count
+
+
+def axes(name: str, x: Any) -> Any:
+    """The shape of what must have rows of heads."""
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        raise refused("NULL", name, f"{'None' if x is None else type(x).__name__}, must be a tensor")
+    if len(shape) != 4:
+        raise refused("SIZE", name, f"shape {tuple(shape)}, must have 4 axes: (B, T, heads, width)")
+    return shape
+
+
+def tokens_of(rows: Any, begins: Any, pages: Any, longest: Any) -> Any:
+    """Of the longest sequence; rows: of each sequence, or page, of k."""
+    if begins is not None:
+        return longest
+    if pages is not None:
+        return longest or pages.shape[-1] * rows
+    if longest and longest < rows:
+        raise refused("SIZE", "longest", f"{longest}, and each sequence has {rows} tokens: must be at least as many, or 0; "
+                                         "shorter ones need begins, firsts and counts, or pages")
+    return rows
+
+
+def only_with(name: str, *arrays: Any) -> None:
+    """These arrays need that one, which is not there."""
+    if any(x is not None for x in arrays):
+        raise refused("NULL", name, "firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+
+
+def of_a_step(begins: Any, first: int | None) -> None:
+    if begins is not None or first:
+        raise refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")
 
 
 def first_of(first: int | None, shape: Sequence[Any], tokens: Any, arrays: Sequence[Any]) -> Any:
@@ -206,11 +256,9 @@ def scored_tokens(text: str, stride: int, longest: int, first: int | None, q: An
     queries do, or `longest`."""
     begins, firsts, _, pages = arrays
     check_key_stride(stride, option(text, "slc_block"), 0)
-    if begins is not None or longest and (stride > 1 or pages is not None):
-        return longest
-    if pages is not None:
-        return pages.shape[-1] * k.shape[1] * max(1, stride)
-    return q.shape[1] if stride > 1 and first is None and firsts is None else k.shape[1] * max(1, stride)
+    if stride > 1 and begins is None and pages is None and (longest or first is None and firsts is None):
+        return longest or q.shape[1]
+    return tokens_of(k.shape[1] * max(1, stride), begins, pages, longest)
 
 
 def in_pages(pages: Any, k: Any, stride: int) -> dict[str, int]:

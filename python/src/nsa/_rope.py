@@ -30,6 +30,9 @@ def rope_options(parameters: Mapping[str, Any], max_position_embeddings: int | N
     0: no more than the model was trained with. dim is that of the numbers that turn: with partial_rotary_factor a part of
     a head's, x[..., :dim].
     """
+    if not isinstance(parameters, Mapping):
+        raise TypeError(f"parameters: {parameters!r}, must be a configuration's rope_parameters, or {{'rope_theta': its rope_theta}} "
+                        "where it has no others")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     given = {name: value for name, value in parameters.items() if value is not None and name not in _ALWAYS}
     if kind not in _KEYS:

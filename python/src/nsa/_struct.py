@@ -60,6 +60,11 @@ class Struct(ctypes.Structure):
             self._keep()[name] = value
         elif kind in _BITS:
             value = check_int(name, value, _BITS[kind])
+        elif kind is ctypes.c_double:
+            try:
+                value = float(value)
+            except TypeError:
+                raise TypeError(f"{name}: {value!r}, must be a number") from None
         elif kind is ctypes.c_void_p and value is not None and not (isinstance(value, int) and name == "data"):
             dtype = F64 if name in self._doubles_ else I32
             array = _of_numbers(value, name, dtype) if isinstance(value, (list, tuple)) else describe(value, name)
@@ -138,6 +143,13 @@ def _again(kind: type[Struct], memory: bytes, arrays: dict[str, Any]) -> Struct:
 
 #: Integers of C, by their bits; ctypes would take the lowest of a larger number.
 _BITS = {ctypes.c_int: 32, ctypes.c_int64: 64}
+
+
+def check_kind(name: str, value: Any, kind: Any) -> Any:
+    """value, which must be such a struct."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: {type(value).__name__}, must be nsa.{kind.__name__}")
+    return value
 
 
 def check_int(name: str, value: Any, bits: int = 32) -> int:

@@ -88,6 +88,8 @@ def _of_interface(array: Any, interface: dict[str, Any], name: str) -> Described
         raise refused("STRIDE", name, f"strides of {tuple(steps)} bytes are no multiples of its elements'")
     else:
         strides = tuple([step // size for step in steps])
+    if hasattr(type(array), "mask") and (array.mask is True or getattr(array.mask, "any", bool)()):
+        raise refused("OPTION", name, "has masked elements, whose values would be read: must have none, as array.filled(0) has")
     address, readonly = interface["data"]
     return Described(address, dtype, shape, strides, readonly, array, array)
 

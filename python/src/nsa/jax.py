@@ -15,6 +15,8 @@ gradient. vmap runs the function once for each item. Where sequences differ in l
                             Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
                             the table has room for) bounds the tokens. No gradient
 
+Without begins and pages the rows of k say how many tokens there are, and `longest`, if given, may not be less.
+
 Rows of packed sequences that belong to none, and the last `first` of each, are 0 in outputs, -inf in lse and -1 in
 lists. What shapes and options show is refused with nsa.Refused; what only the values of arrays show (begins, counts,
 lists) in the error that XLA raises when the call runs, with the same words.
@@ -34,8 +36,9 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, check_dtype, checked, is_logarithm, library
-from ._pack import (ARRAYS, PHI, Packer, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows, key_stride,
-                    list_heads, list_width, option, options as _options, parse, problem, rope_fields, scored_tokens, slc_count)
+from ._pack import (ARRAYS, PHI, Packer, axes, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows,
+                    key_stride, list_heads, list_width, of_a_step, only_with, option, options as _options, parse, phi_of,
+                    problem, rope_fields, scored_tokens, slc_count, tokens_of)
 from ._refused import refused
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
@@ -157,18 +160,36 @@ class _Call:
                      counted_by=np.int64(counted_by), rows=np.int64(rows),
                      places=np.array(places + self._output_places, np.int64),
                      items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
-        return _varying(found, inputs)
+        # Without a word of it they would be taken for equal on all devices: the first's would be returned.
+        axes = _axes(inputs)
+        return [_varying(x, axes) for x in found] if axes else found
 
 
-def _varying(results: Sequence[Array], inputs: Sequence[Any]) -> Sequence[Array]:
-    """The results, which differ between the devices of a shard_map as soon as an input does. Without a word of it they would
-    be taken for equal: the first device's would be returned, and gradients refused."""
-    types = [jax.typeof(x) for x in inputs] if hasattr(jax, "typeof") else []
-    axes = {axis for of in types for axis in getattr(getattr(of, "manual_axis_type", None), "varying", getattr(of, "vma", ()))}
-    if not axes:
-        return results
+def _axes(arrays: Sequence[Any]) -> set[Any]:
+    """Of the devices of a shard_map, those between which one of these differs."""
+    types = [jax.typeof(x) for x in arrays] if hasattr(jax, "typeof") else []
+    return {axis for of in types for axis in getattr(getattr(of, "manual_axis_type", None), "varying", getattr(of, "vma", ()))}
+
+
+def _varying(x: Any, axes: set[Any]) -> Any:
+    """x, which differs between these devices, or may. Of one that does not the gradient is the sum of theirs."""
     cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary
-    return [cast(x, tuple(axes)) for x in results]
+    missing = tuple(axes - _axes([x]))
+    return cast(x, missing) if missing else x
+
+
+def _differentiable(function: Any, forward: Any, backward: Any) -> Any:
+    """The function with its gradients. All its arrays differ between the devices of a shard_map as soon as one does, as those
+    of JAX's own operations do."""
+    function.defvjp(forward, backward)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        axes = _axes([x for x in jax.tree.leaves(arguments) if hasattr(x, "dtype")])
+        if axes:
+            arguments = jax.tree.map(lambda x: _varying(x, axes) if hasattr(x, "dtype") else x, arguments)
+        return function(*arguments)
+    return call
 
 
 def _like(x: Any, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -198,10 +219,16 @@ def _rows_of(arrays: Sequence[Any], q: Any) -> int:
     return -1 if arrays[2] is None else q.shape[1]
 
 
+def _first_of(first: Any, shape: Sequence[int], tokens: int, arrays: Sequence[Any]) -> int:
+    return first_of(None if first is None else check_int("first", first), shape, tokens, arrays)
+
+
 # ---- RoPE ---------------------------------------------------------------------------------------
 
 def _rope_call(function: str, x: Any, arrays: Sequence[Any], longest: int, first: int) -> _Call:
-    tokens = longest if arrays[0] is not None or arrays[2] is not None else first + x.shape[1]
+    axes("x", x)
+    begins, _, counts, _ = arrays
+    tokens = tokens_of(first + x.shape[1], counts if begins is None else begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, first)
     made = desc_struct("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0, **_packed(arrays[0], x))
     return _Call(function, made, arrays)
@@ -242,7 +269,7 @@ def _rope_backward(longest, first, text, saved, dout):
     return call.run(zero=True, rows=_rows_of(arrays, dout))[0], None, None
 
 
-_rope.defvjp(_rope_forward, _rope_backward)
+_rope = _differentiable(_rope, _rope_forward, _rope_backward)
 
 
 def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, firsts: Array | None = None,
@@ -251,7 +278,7 @@ def rope(x: Array, positions: Array | None = None, *, begins: Array | None = Non
     Options: those of nsa.Rope, as base=10000.0, frequencies=[...]; nsa.rope_options has those of a configuration."""
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
-    return _rope(x, positions, (begins, firsts, counts, None), longest, first, _options(**options))
+    return _rope(x, positions, (begins, firsts, counts, None), check_int("longest", longest), check_int("first", first), _options(**options))
 
 
 # ---- Compression --------------------------------------------------------------------------------
@@ -269,7 +296,8 @@ def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int)
 
 
 def _compress_call(function: str, x: Any, begins: Any, longest: int, text: str) -> _Call:
-    arrays, tokens = (begins, None, None, None), longest if begins is not None else x.shape[1]
+    axes("x", x)
+    arrays, tokens = (begins, None, None, None), tokens_of(x.shape[1], begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, 0)
     made = desc_struct(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0, **_packed(begins, x))
     return _Call(function, made, arrays)
@@ -299,7 +327,7 @@ def _compress_backward(longest, phi, text, saved, dout):
     return dx, dict(zip(given, rest)), None
 
 
-_compress.defvjp(_compress_forward, _compress_backward)
+_compress = _differentiable(_compress, _compress_forward, _compress_backward)
 
 
 def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, text: str) -> None:
@@ -310,7 +338,7 @@ def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, text: str) -
 
 
 def _compress_step(x, given, out, arrays, longest, phi, text):
-    pages, tokens = arrays[3], _tokens(x, None, arrays[3], longest)
+    pages, tokens = arrays[3], tokens_of(x.shape[1], None, arrays[3], longest)
     batch, _ = problem((1 if arrays[2] is not None else x.shape[0], tokens), arrays, tokens, 0)
     fixed = _phi_fixed("", phi, x, given, option(text, "cmp_block"))
     _new_rows("out", out, x, pages, tokens, text)
@@ -328,10 +356,11 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
     (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
     Of packed sequences the rows lie packed too, then zeros. With firsts and counts, or pages, `out` has the rows of
     earlier steps: returned are these with those that the new tokens complete, without a gradient."""
+    longest = check_int("longest", longest)
     if out is None:
-        _only_with("out", firsts, counts, pages)
+        only_with("out", firsts, counts, pages)
         return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
-    _of_a_step(begins, None)
+    of_a_step(begins, None)
     x, out, given = jax.lax.stop_gradient((x, out, parameters or {}))
     return _compress_step(x, given, out, (None, firsts, counts, pages), longest, phi, _options(**options))
 
@@ -339,6 +368,8 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
 # ---- Attention over few keys --------------------------------------------------------------------
 
 def _attend_call(branch, function, q, k, v, blocks, arrays, tokens, first, text, stride=1):
+    for name, x in ("q", q), ("k", k), ("v", v):
+        axes(name, x)
     begins, _, _, pages = arrays
     batch, count = problem(q.shape, arrays, tokens, first)
     sizes = _packed(begins, q)
@@ -378,12 +409,16 @@ def _attend_backward(branch, tokens, first, text, saved, gradients):
     return *call.run(zero=True, rows=_rows_of(arrays, q)), None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = _differentiable(_attend, _attend_forward, _attend_backward)
 
 
-def _attend_public(branch, q, k, v, blocks, arrays, tokens, first, options):
-    tokens = check_int("tokens", tokens)
-    first = first_of(first, q.shape, tokens, arrays)
+def _attend_public(branch, q, k, v, blocks, arrays, most, first, options):
+    """most: `tokens` of cmp, whose rows do not say them, `longest` of the others."""
+    if branch == "cmp":
+        tokens = check_int("tokens", most)
+    else:
+        tokens = tokens_of(axes("k", k)[1], arrays[0], arrays[3], check_int("longest", most))
+    first = _first_of(first, axes("q", q), tokens, arrays)
     return _attend(branch, q, k, v, blocks, arrays, tokens, first, _options(**options))
 
 
@@ -399,42 +434,21 @@ def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | N
                first: int | None = None, firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32."""
-    return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
-                          first, options)
+    return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), longest, first, options)
 
 
 def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the last `window` tokens."""
-    return _attend_public("win", q, k, v, None, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
-                          first, options)
+    return _attend_public("win", q, k, v, None, (begins, firsts, counts, pages), longest, first, options)
 
 
 def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                  **options: Any) -> tuple[Array, Array]:
     """(out, lse) of causal attention."""
-    return _attend_public("dense", q, k, v, None, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
-                          first, options)
-
-
-def _tokens(k: Any, begins: Any, pages: Any, longest: int) -> int:
-    """Of the longest sequence."""
-    longest = check_int("longest", longest)
-    if pages is not None:
-        return longest or pages.shape[-1] * k.shape[1]
-    return k.shape[1] if begins is None else longest
-
-
-def _only_with(name: str, *arrays: Any) -> None:
-    if any(x is not None for x in arrays):
-        raise refused("SIZE", name, f"firsts, counts and pages need it, for compressed rows of earlier steps lie there")
-
-
-def _of_a_step(begins: Any, first: int | None) -> None:
-    if begins is not None or first:
-        raise refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")
+    return _attend_public("dense", q, k, v, None, (begins, firsts, counts, pages), longest, first, options)
 
 
 # ---- Merge --------------------------------------------------------------------------------------
@@ -443,7 +457,7 @@ _PARTS = ("out_a", "out_b", "lse_a", "lse_b")
 
 
 def _merge_call(function, parts):
-    batch, tokens, heads, width = parts[0].shape
+    batch, tokens, heads, width = axes("out_a", parts[0])
     for name, x, shape in zip(_PARTS, parts, (parts[0].shape,) * 2 + (parts[0].shape[:3],) * 2):
         _expect(name, x, *shape)
     return _Call(function, desc_struct("", batch, tokens, heads, heads, 1, width, 0, tokens, 0))
@@ -467,7 +481,7 @@ def _merge_backward(parts, gradients):
     return tuple(call.run(zero=True))
 
 
-_merge.defvjp(_merge_forward, _merge_backward)
+_merge = _differentiable(_merge, _merge_forward, _merge_backward)
 
 
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -495,7 +509,7 @@ def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array 
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
     text, arrays, tokens = _options(**options), (begins, firsts, counts, pages), check_int("tokens", tokens)
-    first = first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
     call = _attend_call("cmp", "select_blocks", q, k, k, None, arrays, tokens, first, text)
     _expect("lse", lse, *q.shape[:3])
     return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
@@ -520,7 +534,7 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
     text, kinds, stride = _options(**options), _abi.Score(act=act, pool=pool), check_int("stride", stride)
     arrays = begins, firsts, counts, pages
     tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
-    first = first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
     call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text, stride)
     fixed = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
     return _chosen(call, _SCORE, fixed, dict(q=q, k=k, weights=weights), _lists(q, k.shape[2], text), tokens, scores, text)
@@ -557,7 +571,7 @@ def _score_lists_backward(*arguments):
     return *found, *[None] * (5 - len(found))
 
 
-_score_lists.defvjp(_score_lists_forward, _score_lists_backward)
+_score_lists = _differentiable(_score_lists, _score_lists_forward, _score_lists_backward)
 
 
 def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
@@ -567,7 +581,7 @@ def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None,
     or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
     text, stride, arrays = _options(**options), check_int("stride", stride), (begins, firsts, counts, pages)
     tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
-    first = first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
     return _score_lists(q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text)
 
 
@@ -577,7 +591,7 @@ def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, fir
     tokens), in float32 or, of doubles, float64."""
     scores, text = jax.lax.stop_gradient(scores), _options(**options)
     arrays, heads, tokens = (begins, firsts, counts, None), scores.shape[2], check_int("tokens", tokens)
-    first = first_of(first, scores.shape, tokens, arrays)
+    first = _first_of(first, scores.shape, tokens, arrays)
     batch, count = problem(scores.shape, arrays, tokens, first)
     _expect("scores", scores, *scores.shape[:3], slc_count(text, tokens))
     lists = _like(scores, *scores.shape[:3], list_width(text), dtype=jnp.int32)
@@ -590,10 +604,10 @@ def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, fir
 # ---- Gate ---------------------------------------------------------------------------------------
 
 def _gate_call(function, logits, cmp, slc, win, text):
-    batch, tokens, heads, width = cmp.shape
+    batch, tokens, heads, width = axes("cmp", cmp)
     _expect("slc", slc, *cmp.shape)
     _expect("win", win, *cmp.shape)
-    _expect("logits", logits, batch, tokens, logits.shape[2], 3)
+    _expect("logits", logits, batch, tokens, axes("logits", logits)[2], 3)
     return _Call(function, desc_struct(text, batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, 0,
                                        gate_heads=logits.shape[2]))
 
@@ -617,7 +631,7 @@ def _gate_backward(text, saved, dout):
     return tuple(call.run(zero=True))
 
 
-_gate.defvjp(_gate_forward, _gate_backward)
+_gate = _differentiable(_gate, _gate_forward, _gate_backward)
 
 
 def gate(logits: Array, cmp: Array, slc: Array, win: Array, kind: str = "sigmoid") -> Array:
@@ -634,8 +648,10 @@ _PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in PHI)
 
 def _whole_call(function, x, arrays, longest, first, text):
     q, k, v = x["q"], x["k_slc"], x["v_slc"]
+    for name in _WHOLE:
+        axes(name, x[name])
     begins, _, _, pages = arrays
-    tokens = _tokens(k, begins, pages, longest)
+    tokens = tokens_of(k.shape[1], begins, pages, longest)
     batch, count = problem(q.shape, arrays, tokens, first)
     for name in ("k_cmp.x", "k_win"):
         _expect(name, x[name], *k.shape)
@@ -694,7 +710,7 @@ def _attention_backward(longest, first, kinds, text, saved, gradients):
     return tuple(found[name] for name in _WHOLE), given, None
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = _differentiable(_attention, _attention_forward, _attention_backward)
 
 
 def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
@@ -703,7 +719,7 @@ def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
     call, pages = _whole_call("attention_forward", x, places, longest, 0, text), places[3]
     q, k, v = x["q"], x["k_slc"], x["v_slc"]
     for which, out in zip("kv", compressed):
-        _new_rows(f"{which}_cmp.out", out, x[f"{which}_cmp.x"], pages, _tokens(k, None, pages, longest), text)
+        _new_rows(f"{which}_cmp.out", out, x[f"{which}_cmp.x"], pages, tokens_of(k.shape[1], None, pages, longest), text)
     outputs = {"out": _like(q, *q.shape[:3], v.shape[3]), "blocks": _lists(q, k.shape[2], text),
                **{"out_" + b: _like(q, *q.shape[:3], v.shape[3]) for b in ("cmp", "slc", "win")},
                **{"lse_" + b: _like(q, *q.shape[:3], dtype=_real(q)) for b in ("cmp", "slc", "win")},
@@ -726,18 +742,18 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps, and what is returned ends with the
     same pair once more, those of this step in it (a jit that donates the pair copies nothing)."""
-    phis = [(phi, {}) if isinstance(phi, str) else phi for phi in (phi_k, phi_v)]
+    phis = phi_of("phi_k", phi_k), phi_of("phi_v", phi_v)
+    longest = check_int("longest", longest)
     if compressed is not None:
-        _of_a_step(begins, first)
+        of_a_step(begins, first)
         tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates
         tensors, given, rows = jax.lax.stop_gradient((tensors, tuple(given for _, given in phis), tuple(compressed)))
         step = _attention_step(tensors, given, rows, (None, firsts, counts, pages), longest,
                                tuple(kind for kind, _ in phis), _options(**options))
         rows = step["k_cmp.out"], step["v_cmp.out"]
         return (step["out"], step["blocks"], rows) if blocks else (step["out"], rows)
-    _only_with("compressed", firsts, counts, pages)
-    longest = check_int("longest", longest)
-    first = first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
+    only_with("compressed", firsts, counts, pages)
+    first = _first_of(first, axes("q", q), axes("k_slc", k_slc)[1], (begins, firsts, counts))
     found = _attention((q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates), tuple(given for _, given in phis), begins,
                        longest, first, tuple(kind for kind, _ in phis), _options(**options))
     return (found["out"], found["blocks"]) if blocks else found["out"]

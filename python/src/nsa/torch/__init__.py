@@ -14,6 +14,8 @@ and float16 with sums in float32. Where sequences differ in length, by tensors o
                             Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
                             the table has room for) bounds the tokens. No gradient
 
+Without begins and pages the rows of k say how many tokens there are, and `longest`, if given, may not be less.
+
 On CUDA counts must add up to the rows; on the CPU that is checked. Rows of packed sequences that belong to none, and
 the last `first` of each, are 0 in outputs, -inf in lse and -1 in lists.
 
@@ -26,7 +28,8 @@ from typing import Any
 
 import torch as _torch
 
-from .._pack import PHI as _PHI, first_of as _first_of, options as _options, scored_tokens as _scored_tokens
+from .._pack import (PHI as _PHI, axes as _axes, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
+                     phi_of as _phi_of, scored_tokens as _scored_tokens, tokens_of as _tokens_of)
 from .._refused import refused as _refused
 from . import _operators as _o
 from ._memory import release_memory
@@ -62,8 +65,8 @@ def compress(x: Tensor, pos: Tensor | None = None, w1: Tensor | None = None, b1:
         return _o.compress(x, pos, w1, b1, w2, b2, begins, _o.integer("longest", longest), phi, _options(**options))
     _of_a_step(begins, None)
     with _torch.no_grad():
-        _o.compress_step(x, out, pos, w1, b1, w2, b2, firsts, counts, pages, _tokens(x, None, pages, longest), phi,
-                         _options(**options))
+        _o.compress_step(x, out, pos, w1, b1, w2, b2, firsts, counts, pages,
+                         _tokens_of(x.shape[1], None, pages, _o.integer("longest", longest)), phi, _options(**options))
     return out
 
 
@@ -80,31 +83,32 @@ def attend_slc(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, begins: Tenso
                pages: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32, in the form
     of select_blocks."""
-    return _attended("slc", q, k, v, blocks, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
-                     options)
+    return _attended("slc", q, k, v, blocks, begins, firsts, counts, pages, longest, first, options)
 
 
 def attend_win(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int | None = None,
                firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) over the last `window` tokens."""
-    return _attended("win", q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
-                     options)
+    return _attended("win", q, k, v, None, begins, firsts, counts, pages, longest, first, options)
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int | None = None,
                  firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                  **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention."""
-    return _attended("dense", q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
-                     options)
+    return _attended("dense", q, k, v, None, begins, firsts, counts, pages, longest, first, options)
 
 
 def _attended(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, begins: Tensor | None,
-              firsts: Tensor | None, counts: Tensor | None, pages: Tensor | None, tokens: int, first: int | None,
+              firsts: Tensor | None, counts: Tensor | None, pages: Tensor | None, most: int, first: int | None,
               options: dict[str, Any]) -> Any:
-    tokens = _o.integer("tokens", tokens)
-    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
+    """most: `tokens` of cmp, whose rows do not say them, `longest` of the others."""
+    if branch == "cmp":
+        tokens = _o.integer("tokens", most)
+    else:
+        tokens = _tokens_of(_axes("k", k)[1], begins, pages, _o.integer("longest", most))
+    first = _first_of(first, _axes("q", q), tokens, (begins, firsts, counts))
     return _o.attend[branch](q, k, v, blocks, begins, firsts, counts, pages, tokens, first,
                              _options(**options) if options else "")
 
@@ -187,19 +191,19 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps and gets those of this one."""
-    kind_k, given_k = (phi_k, _NO_PARAMETERS) if isinstance(phi_k, str) else _phi(phi_k)
-    kind_v, given_v = (phi_v, _NO_PARAMETERS) if isinstance(phi_v, str) else _phi(phi_v)
+    kind_k, given_k = (phi_k, _NO_PARAMETERS) if isinstance(phi_k, str) else _phi("phi_k", phi_k)
+    kind_v, given_v = (phi_v, _NO_PARAMETERS) if isinstance(phi_v, str) else _phi("phi_v", phi_v)
     tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given_k, *given_v
+    longest = _o.integer("longest", longest)
     if compressed is not None:
         _of_a_step(begins, first)
         with _torch.no_grad():
             found = _o.attention_step(*tensors, *compressed, firsts, counts, pages,
-                                      _tokens(k_slc, None, pages, longest), kind_k, kind_v, _options(**options))
+                                      _tokens_of(_axes("k_slc", k_slc)[1], None, pages, longest), kind_k, kind_v, _options(**options))
         return found if blocks else found[0]
     if not (firsts is counts is pages is None):
         _only_with("compressed", firsts, counts, pages)
-    longest = _o.integer("longest", longest)
-    first = _first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
+    first = _first_of(first, _axes("q", q), _axes("k_slc", k_slc)[1], (begins, firsts, counts))
     found = _o.attention_of((*tensors, begins, longest, first, kind_k, kind_v, _options(**options) if options else ""),
                             2 if blocks else 1)
     return found[:2] if blocks else found[0]
@@ -208,28 +212,9 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
 _NO_PARAMETERS = (None,) * len(_PHI)
 
 
-def _phi(phi: tuple[str, dict[str, Tensor]]) -> tuple[str, list[Tensor | None]]:
+def _phi(name: str, phi: tuple[str, dict[str, Tensor]]) -> tuple[str, list[Tensor | None]]:
     """Its kind, and its parameters as the operators take them."""
-    kind, parameters = phi
+    kind, parameters = _phi_of(name, phi)
     if not parameters.keys() <= set(_PHI):
         raise _refused("OPTION", "phi", f"parameters {', '.join(parameters)}, must be of {', '.join(_PHI)}")
     return kind, [parameters.get(name) for name in _PHI]
-
-
-def _tokens(k: Tensor, begins: Tensor | None, pages: Tensor | None, longest: int) -> int:
-    """Of the longest sequence."""
-    longest = _o.integer("longest", longest)
-    if pages is not None:
-        return longest or pages.shape[-1] * k.shape[1]
-    return k.shape[1] if begins is None else longest
-
-
-def _only_with(name: str, *arrays: Tensor | None) -> None:
-    for x in arrays:
-        if x is not None:
-            raise _refused("NULL", name, "firsts, counts and pages need it, for compressed rows of earlier steps lie there")
-
-
-def _of_a_step(begins: Tensor | None, first: int | None) -> None:
-    if begins is not None or first:
-        raise _refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")

@@ -6,7 +6,6 @@ trainer loads. Not here: arithmetic (_operators.py), other parts of a model.
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any, Callable, Sequence
 
 import torch
@@ -16,7 +15,8 @@ from torch.nn import functional
 import nsa
 
 from . import _operators as _o
-from .._pack import PHI, check_int, options, parse
+from .._library import Lock
+from .._pack import PHI, check_int, options, parse, rope_fields
 from .._refused import refused
 from ._native import DTYPES
 
@@ -94,7 +94,8 @@ class NativeSparseAttention(nn.Module):
         if rope_base is None and rope:
             raise refused("OPTION", "rope", f"{rope}, must be None: rope_base None leaves positions out")
         self.rope_options = None if rope_base is None else options(**{"base": float(rope_base), **(rope or {})})
-        nsa.Rope(**parse(self.rope_options or "", nsa.Rope))
+        if self.rope_options is not None:
+            rope_fields(self.rope_options, heads, self.dim_k)
         self.W_Q = nn.Linear(dim, heads * self.dim_k, bias=False)
         for branch in _BRANCHES:
             setattr(self, "W_K_" + branch, nn.Linear(dim, kv_heads * self.dim_k, bias=False))
@@ -142,7 +143,12 @@ class NativeSparseAttention(nn.Module):
         if x.dim() != 3:
             raise refused("SIZE", "x", f"shape {tuple(x.shape)}, must be (B, T, dim), or with begins (rows, dim)")
         if cache is not None:
-            return self._decoded(x, positions, begins, cache, counts)
+            if not isinstance(cache, Cache):
+                raise TypeError(f"cache: {type(cache).__module__}.{type(cache).__name__}, must be what module.cache() makes")
+            if begins is not None or longest:
+                raise refused("OPTION", "begins" if begins is not None else "longest", "a cache has each sequence for itself: "
+                              "must be None, and longest 0, with x (B, T, dim)")
+            return self._decoded(x, positions, cache, counts)
         if counts is not None:
             raise refused("NULL", "cache", "None, and counts say how many tokens it gets")
         q, k, v, gates = self._projected(x)
@@ -153,10 +159,7 @@ class NativeSparseAttention(nn.Module):
         y = _linear(self.out, out.flatten(2))
         return y[0] if packed else y
 
-    def _decoded(self, x: Tensor, positions: Tensor | None, begins: Tensor | None, cache: "Cache",
-                 counts: Sequence[int] | Tensor | None) -> Tensor:
-        if begins is not None:
-            raise refused("OPTION", "begins", "a cache has each sequence for itself: must be None, with x (B, T, dim)")
+    def _decoded(self, x: Tensor, positions: Tensor | None, cache: "Cache", counts: Sequence[int] | Tensor | None) -> Tensor:
         with cache._lock:  # another thread must not append between the question for positions and the answer
             each = cache.counts(counts, x.shape[0], x.shape[1], self)
             q, k, v, gates = self._projected(x)
@@ -212,7 +215,7 @@ class Cache:
             setattr(d, name, value)
         weight = module.W_K_slc.weight.dtype
         self._desc, self._max_rewind, self._given = d, check_int("max_rewind", max_rewind), dtype is not None
-        self._geometry, self._lock = bytes(module.desc), threading.RLock()
+        self._geometry, self._lock = bytes(module.desc), Lock()
         self._lay_out(dtype or (weight if DTYPES.get(weight, 4) < 4 else torch.float32))
         self.chunk = max_rewind + 1
 
@@ -223,11 +226,14 @@ class Cache:
     def __copy__(self) -> "Cache":
         made = object.__new__(Cache)
         with self._lock:
-            made.__dict__.update(self.__dict__, rows=copy.copy(self.rows), _lock=threading.RLock())
+            made.__dict__.update(self.__dict__, rows=copy.copy(self.rows), _lock=Lock())
         return made
 
     def __deepcopy__(self, memo: Any) -> "Cache":
         return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        return self.rows.__reduce__()  # which refuses
 
     @property
     def lengths(self) -> list[int]:
@@ -267,6 +273,8 @@ class Cache:
             raise refused("CACHE", "cache", "of another module, must be of this one's geometry: module.cache()")
         if batch != self._desc.batch:
             raise refused("SIZE", "x", f"{batch} sequences, and the cache holds {self._desc.batch}: must be as many")
+        if counts is not None and not hasattr(counts, "__len__"):
+            raise TypeError(f"counts: {counts!r}, must be {batch} numbers, 0 .. {tokens}")
         each = [tokens] * batch if counts is None else [check_int("counts", n) for n in counts]
         if len(each) != batch or any(not 0 <= n <= tokens for n in each):
             raise refused("RANGE", "counts", f"{each}, must be {batch} numbers, 0 .. {tokens}")

@@ -268,6 +268,7 @@ class Plan:
         packed = isinstance(of_desc["begins"], Slot) or self.native.stream and isinstance(of_desc["counts"], Slot)
         self._nothing = of_desc["batch"] == 0  # which nsa.h refuses: nobody asks it for tensors without a sequence
         self._rest = [(i, room) for i, room in enumerate(rooms) if room.rest is not None and (packed or self._nothing)]
+        self._kinds = [packer.kind for packer, _ in made]
         self._template = b""  # all structs
         self._begins: list[int] = []  # where each begins in it
         self._slots: list[tuple[int, int, int]] = []  # word, place of a tensor or of an output, bytes on
@@ -354,8 +355,9 @@ class Plan:
             status = self.function(*frame.given)
             keep(memory)
         if status:
-            desc_of = _abi.Desc.from_buffer_copy(frame.words.cast("B")[self._begins[-1]:])
-            raise refusal(self.native.words, status, desc_of, on_host=self.device.type == "cpu")
+            memory_of = frame.words.cast("B")
+            found = [kind.from_buffer_copy(memory_of[begin:]) for kind, begin in zip(self._kinds, self._begins)]
+            raise refusal(self.native.words, status, *found, on_host=self.device.type == "cpu")
         if self._rest and not self.native.stream:
             self._clear(frame, outputs)
         self._frames.append(frame)

@@ -14,12 +14,11 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import _C
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from .. import _abi
 from .. import _pack
 from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, check_phi, in_pages, key_rows, key_stride, list_heads, list_width, option,
-                     problem, rope_fields, slc_count)
+                     problem, rope_fields, slc_count, tokens_of)
 from .._refused import refused
 from . import _call
 from ._native import DTYPES, Room, Slot, View, desc, parameters, planned, rows
@@ -204,15 +203,13 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return once(ctx, _ASKING, *gradients)
-
-    @once_differentiable
-    def once(ctx: Any, _: torch.Tensor, *gradients: Any) -> Any:
-        if True in [x is not None and _is_batched(x) for x in gradients]:
-            found = _of_each(lambda *given: differentiate(ctx, *given), gradients)
-        else:
-            found = differentiate(ctx, *gradients)
-        return None, *[found[i] for i in ctx.places]
+            def found() -> tuple[Any, ...]:
+                batched = True in [x is not None and _is_batched(x) for x in gradients]
+                of_all = _of_each(lambda *given: differentiate(ctx, *given), gradients) if batched else differentiate(ctx, *gradients)
+                return tuple([of_all[i] for i in ctx.places])
+            if not torch.is_grad_enabled():
+                return None, *found()
+            return None, *_Once.apply(found, _ASKING, *[x for x in (*gradients, *ctx.saved_tensors) if x is not None])
 
     save, differentiate, apply = setup, backward, Function.apply
 
@@ -221,8 +218,21 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
     return recorded
 
 
-#: once_differentiable refuses a second derivative if what comes in asks for one. Here what was saved does: of a plain
-#: sum's gradients, which ask for nothing, the second derivative would be none, or zeros, in silence.
+class _Once(torch.autograd.Function):
+    """Gradients that were asked for with create_graph, and have none. They belong to all tensors that they are made of, so that
+    who asks for one's second derivative meets the refusal: torch's own once_differentiable forgets these, and
+    torch.autograd.grad or hessian would have zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Callable[[], tuple[Any, ...]], *_: torch.Tensor) -> tuple[Any, ...]:
+        return found()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("trying to differentiate twice what is once_differentiable: nsa has first derivatives alone")
+
+
+#: So that there is a graph at all: of a plain sum's gradients nothing asks for a derivative.
 _ASKING = torch.empty(0, requires_grad=True, device="cpu")
 _is_batched: Callable[[Any], bool] = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", lambda x: False)
 
@@ -384,7 +394,7 @@ def _in_places(gradients: Sequence[torch.Tensor], mask: int, count: int) -> list
 # ---- RoPE ---------------------------------------------------------------------------------------
 
 def _rope_desc(x: View, positions: Any, begins: Any, firsts: Any, counts: Any, longest: int, first: int) -> Any:
-    tokens = first + x.shape[1] if begins is None and counts is None else longest
+    tokens = tokens_of(first + x.shape[1], counts if begins is None else begins, None, longest)
     arrays = begins, firsts, counts, None
     batch, count = problem(x.shape, arrays, tokens, first)
     if positions is not None:
@@ -454,7 +464,7 @@ def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int
 
 def _compress_desc(x: View, begins: Any, longest: int, options: str) -> Any:
     arrays = begins, None, None, None
-    tokens = longest if begins is not None else x.shape[1]
+    tokens = tokens_of(x.shape[1], begins, None, longest)
     batch, count = problem(x.shape, arrays, tokens, 0)
     return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, arrays, **_packed(begins, x))
 
@@ -860,7 +870,7 @@ def _whole(tensors, arrays, longest, first, phi_k, phi_v, options, written):
     """The struct of `tensors` and of what is `written`, and the descriptor."""
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = tensors[:8]
     begins, _, _, pages = arrays
-    tokens = k_slc.shape[1] if begins is None and pages is None else longest
+    tokens = tokens_of(k_slc.shape[1], begins, pages, longest)
     batch, count = problem(q.shape, arrays, tokens, first)
     for name, x, like in (("k_cmp", k_cmp, k_slc), ("k_win", k_win, k_slc), ("v_win", v_win, v_slc),
                           ("v_cmp", v_cmp, v_slc)):
@@ -954,7 +964,7 @@ def _step_rooms(*arguments):
 
 def _step_structs(arguments, returned):
     *tensors, k_rows, v_rows, firsts, counts, pages, longest, phi_k, phi_v, options = arguments
-    tokens = tensors[3].shape[1] if pages is None else longest
+    tokens = tokens_of(tensors[3].shape[1], None, pages, longest)
     names = ("out", "blocks", *(kind + branch for kind in ("out_", "lse_") for branch in ("cmp", "slc", "win")))
     written = dict(zip(names, map(rows, returned)))
     written.update(_new_rows("k_cmp.out", k_rows, tensors[1], pages, tokens, options))
