@@ -53,6 +53,10 @@ static thread_local bool nsa__loading = false;
 
 #else
 
+#if defined(__cplusplus) && __cplusplus < 201703L && !(defined(_MSVC_LANG) && _MSVC_LANG >= 201703L)
+#error "nsa kernels are C++17, nvcc's default: leave -std=c++14 out"
+#endif
+
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
