@@ -9,11 +9,11 @@
        #define NSA_CUDA_IMPLEMENTATION
        #include "nsa_cuda.cuh"
 
-   and give that file to nvcc, for compute capability 8.0 or later; for H100 and H200 name sm_90a,
-   as -gencode arch=compute_90a,code=sm_90a, for what it compiles to sm_90 alone does without their
-   wgmma. An architecture takes about a minute of one core (-arch=sm_90a adds PTX, and half as much
-   again); CONFIGURATION leaves out what is not used. nsa.h's own implementation must be in the
-   program too (in a C file, or in this one): it holds what no GPU is needed for.
+   and give that file to nvcc, as C++17, for compute capability 8.0 or later; for H100 and H200 name
+   sm_90a, as -gencode arch=compute_90a,code=sm_90a, for what it compiles to sm_90 alone does
+   without their wgmma. An architecture takes about a minute of one core (-arch=sm_90a adds PTX, and
+   half as much again); CONFIGURATION leaves out what is not used. nsa.h's own implementation must
+   be in the program too (in a C file, or in this one): it holds what no GPU is needed for.
 
    WHAT DIFFERS FROM THE CPU
 

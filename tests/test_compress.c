@@ -132,6 +132,24 @@ static void test_conv_is_mean(void) {
     guards_free();
 }
 
+/* Sequences that are all shorter than a block, where CUDA's host knows of no more rows. */
+static void test_rows_below_a_block(void) {
+    static const int32_t begins[] = {0, 3, 5};
+    for (int i = 0; i < 3; i++) {
+        nsa_desc d = desc_of(shape("small"));
+        suite s = suite_of(&compress_cases[i]);
+        d.cmp_stride = d.cmp_block;
+        d.batch = 2, d.begins = begins, d.rows = begins[d.batch];
+        values v = values_random(&s, &d, NSA_REAL_DTYPE, 5), zeros = values_zero(&s, &d);
+        check_case("rows below a block, %s", s.name);
+        instance p;
+        instance_new(&p, &s, &d, &v, NSA_REAL_DTYPE, NSA_REAL_DTYPE, LAYOUT_GAPS, &zeros);
+        instance_run(&p);
+        values_free(&v), values_free(&zeros);
+        guards_free();
+    }
+}
+
 static void refuse_both(const spoiled *b, const char *what, int kind, const char *where) {
     refused(&b->forward, what, kind, where);
     refused(&b->backward, what, kind, where);
@@ -180,5 +198,6 @@ int main(int argc, char **argv) {
     }
     test_options();
     test_conv_is_mean();
+    test_rows_below_a_block();
     return check_done("test_compress");
 }

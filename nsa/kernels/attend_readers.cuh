@@ -28,11 +28,11 @@ NSA__DEVICE int nsa__cuda_inclusive_max(int x) {
     return x;
 }
 
-template <typename I> NSA__DEVICE I nsa__cuda_inclusive_sum(I x) {
+template <typename T> NSA__DEVICE T nsa__cuda_inclusive_sum(T x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const I left = __shfl_up_sync(0xffffffffu, x, step);
+        const T left = __shfl_up_sync(0xffffffffu, x, step);
         if (lane >= step) x += left;
     }
     return x;

@@ -53,6 +53,10 @@ static thread_local bool nsa__loading = false;
 
 #else
 
+#if defined(__cplusplus) && __cplusplus < 201703L && !(defined(_MSVC_LANG) && _MSVC_LANG >= 201703L)
+#error "nsa kernels are C++17, nvcc's default: leave -std=c++14 out"
+#endif
+
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -144,6 +148,7 @@ static inline cudaError_t nsa__launch(NSA__LAUNCHED_AT void (*kernel)(Params...)
     static_assert(nsa__parameter_bytes<Params...>() <= 4096,
                   "drivers before CUDA 12.1 take no more");
     const void *const address = reinterpret_cast<const void *>(kernel);
+    if (grid.x == 0) return cudaSuccess; /* nothing to do, which the runtime calls an error */
     if (shared_bytes > 0) {
         const cudaError_t e = nsa__allow_shared(address);
         if (e != cudaSuccess) return e;

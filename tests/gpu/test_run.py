@@ -66,8 +66,8 @@ def main():
     status, rows, failed = run(work, path="none")
     check(status == 77 and not rows, "without a GPU it is skipped")
 
-    status, rows, failed = run(work, "--only", "test,peers", "--minutes", "0.25")
-    check(status == 1 and sorted(failed) == ["peers", "test gate", "test rope"], f"failed: {failed}")
+    status, rows, failed = run(work, "--only", "test,bench", "--minutes", "0.2")
+    check(status == 1 and sorted(failed) == ["bench", "test gate", "test rope"], f"failed: {failed}")
     check(rows["test decode"]["tail"] == "decode 3\n", f"of decode: {rows['test decode']}")
     tail = rows["test rope"]["tail"]
     check(rows["test rope"]["status"] == 3 and len(tail) < 33000, "how the failing one ended")
@@ -76,14 +76,24 @@ def main():
     tail = rows["test gate"]["tail"]
     check(rows["test gate"]["status"] == 124 and "at case 7" in tail and "no end after" in tail,
           f"where the one that hangs was: {tail}")
-    check("not begun" in rows["peers"]["tail"], "what there was no time for")
-
-    status, rows, failed = run(work, "--only", "bench", "--minutes", "0.15")
-    check(status == 1 and rows["bench"]["result"] == {"copy_gbs": 1, "rows": [{"ms": 2}]},
+    check(rows["test gate"]["seconds"] < 6, "one that hangs leaves time to the next part")
+    check(rows["bench"]["result"] == {"copy_gbs": 1, "rows": [{"ms": 2}]},
           f"what a bench had measured when it was ended: {rows['bench']}")
 
+    status, rows, failed = run(work, "--only", "test,bench", "--minutes", "0.04")
+    check("not begun" in rows.get("test gate", rows["configure"])["tail"], "what there was no time for")
+
+    # one program does not build: the others run, and what an earlier build left of it does not
+    (work / "build" / "bin" / "gpu_merge").write_text("#!/bin/sh\necho OLD\n")
+    (work / "bin" / "cmake").write_text((work / "bin" / "cmake").read_text() + "\nrm gpu_merge; exit 2\n")
     for name in ("fails", "hangs"):
         (work / "bin" / name).write_text("#!/bin/sh\necho $*\n")
+    status, rows, failed = run(work, "--only", "test")
+    check(status == 1 and failed == ["build", "test merge"], f"failed: {failed}")
+    check("-k" in rows["build"]["command"], f"a build that goes on: {rows['build']['command']}")
+    check(rows["test attention"]["status"] == 0, f"{rows['test attention']}")
+    (work / "bin" / "cmake").write_text(f"#!/bin/sh\n{STANDINS['cmake']}\n")
+
     status, rows, failed = run(work, "--only", "trainer")
     check(status == 0 and "left out" in rows["trainer operations"]["tail"], "a trainer that is not built")
     status, rows, failed = run(work, "--only", "graph,sanitizer")

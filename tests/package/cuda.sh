@@ -44,6 +44,11 @@ case $said in
 *) echo "examples/embed/window.cu: $said" && exit 1 ;;
 esac
 
+# An older C++ is refused by name, before anything else is said.
+"$nvcc" -std=c++14 -arch=compute_80 -code=compute_80 -I "$nsa" -c kernels.cu -o old.o >log 2>&1 &&
+    echo "-std=c++14 is taken" && exit 1
+grep -m1 "error" log | grep -q "C++17" || { cat log && exit 1; }
+
 cmake --install "$build" --prefix "$dir/prefix" >/dev/null
 cmake -S . -B build -DCMAKE_PREFIX_PATH="$dir/prefix" -DCMAKE_CUDA_COMPILER="$nvcc" \
     -DCMAKE_CUDA_ARCHITECTURES=80 >log 2>&1 || { cat log && exit 1; }
