@@ -1963,15 +1963,21 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
-/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, then by
-   halves, so that a compiler's choice of vectors changes no bit. */
+/* Adds up 16 partial sums by halves. The order is written out, so that a compiler's choice of
+   vectors changes no bit. */
+NSA__INLINE nsa_real nsa__sum_parts(nsa_real part[NSA__LANES]) {
+    NSA__ARITHMETIC
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    return part[0];
+}
+
+/* a . b, in 16 partial sums; n is a multiple of 16. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
     nsa_real part[NSA__LANES] = {0};
     for (int i = 0; i < n; i += NSA__LANES)
         for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) part[j] += part[j + half];
-    return part[0];
+    return nsa__sum_parts(part);
 }
 
 /* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
@@ -3122,9 +3128,6 @@ typedef struct nsa__tiles {
        sees none of the keys keeps its state to the bit. */
     void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
                     const nsa__running *so_far);
-    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
-       A row without keys, whose l is 0, has inv_l = 0 and lse = -inf. */
-    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l, nsa_real *lse);
     /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);
@@ -3188,9 +3191,9 @@ typedef struct nsa__pairs {
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
    empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
-   b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
-   <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
-   is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
+   b) is x = a > b ? a : b in one instruction, which GCC makes three of. NSA__NEAREST(e, x) is e = x
+   rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which is 0 if e is -inf, even of NaN.
+   NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
 #define NSA__ISA                 plain
 #define NSA__BYTES               0
 #define NSA__ROWS                4
@@ -3259,15 +3262,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3286,9 +3280,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -3344,11 +3335,11 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-/* e^x, with e^most for what is larger. NaN stays NaN. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+/* e^-x, with e^-least for what is smaller. NaN stays NaN. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -3561,7 +3552,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -3583,7 +3574,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -3714,33 +3705,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-/* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
-   -ffast-math knows none. */
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -3749,7 +3717,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -3838,15 +3805,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3865,9 +3823,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -3918,10 +3873,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4116,7 +4071,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -4136,7 +4091,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -4261,31 +4216,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -4294,7 +4228,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -4321,7 +4254,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #define NSA__TARGET              NSA__COMPILED __attribute__((__target__("avx2,fma")))
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
-#define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
 #ifdef NSA__HAS_F16C
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
 #endif
@@ -4380,15 +4312,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -4407,9 +4330,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -4460,10 +4380,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4658,7 +4578,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -4678,7 +4598,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -4803,31 +4723,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -4836,7 +4735,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -4912,15 +4810,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -4939,9 +4828,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -4992,10 +4878,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5190,7 +5076,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -5210,7 +5096,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -5335,31 +5221,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -5368,7 +5233,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -5469,15 +5333,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -5496,9 +5351,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -5549,10 +5401,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5747,7 +5599,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -5767,7 +5619,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -5892,31 +5744,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -5925,7 +5756,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -6037,7 +5867,6 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -6074,11 +5903,6 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
         pairs->store(n, from, row);
     else
         nsa__store(dtype, row, from, n);
-}
-
-/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
-static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
-    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
 }
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
@@ -7147,15 +6971,12 @@ enum {
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
-    NSA__ROWS_AHEAD = 16,
-    /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32
+    NSA__ROWS_AHEAD = 16
 };
 
 typedef struct nsa__schedule {
     int tile, tile_log2; /* keys of a tile, and its logarithm */
     int tile_in_block;   /* lists: every tile lies in one selection block */
-    int pack_ahead;      /* rows between a row's prefetch and its packing */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task, at most */
     int l2_queries;      /* the same in a short sequence */
@@ -7232,7 +7053,6 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile = nsa__tile_size(d, branch);
     while (1 << s.tile_log2 < s.tile) s.tile_log2++;
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
-    s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
     s.gathers_from = nsa__gathers_from(d, branch, group, NSA__LANES);
     s.head_slots = seats;
@@ -7402,12 +7222,19 @@ static void nsa__widen_rows(const nsa__operand *o, int rows, const nsa_tensor *x
     o->tiles->widen(rows, o->width, x, row, o->stride, to);
 }
 
-/* Copies a row of the format. One that is not finite becomes zeros: then 0 is returned. */
+/* A row of numbers that is not finite becomes zeros: then 0 is returned. */
+static int nsa__finite_row(const nsa__operand *o, nsa_real *row) {
+    if (o->tiles->all_finite(1, o->wide, 0, row)) return 1;
+    memset(row, 0, (size_t)o->wide * sizeof *row);
+    return 0;
+}
+
+/* Copies a row of the format, and returns the same. */
 static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
                              const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
     nsa__widen_rows(o, 1, x, from, to);
-    return nsa__clear_nonfinite(to, o->width);
+    return nsa__finite_row(o, to);
 }
 
 /* ---- Attention: plan and spans ----------------------------------------------------------------
@@ -7904,23 +7731,6 @@ static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__
     return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
 }
 
-/* Each row r in turn of a tile of k or v that is packed, NULL behind the last key. The row that is
-   packed cut.pack_ahead later is prefetched: of the same, or behind k's last one of v. Negative r,
-   which have no row, prefetch the first ones. */
-static const void *nsa__walk_packed(const nsa__head_job *job, const nsa__operand *o, int tile_begin,
-                                    int r) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa__operand *next = later ? &p->v : o;
-    if (key < job->keys && (!later || (o == &p->k && (job->v || job->v_t)))) {
-        const nsa_tensor *y = nsa__operand_view(job, next);
-        nsa__fetch(nsa__key(job, y, (int)key), nsa__row_bytes(y, next->width));
-    }
-    return r >= 0 && r < job->keys - tile_begin ? nsa__key(job, x, tile_begin + r) : NULL;
-}
-
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 
@@ -7954,68 +7764,37 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     }
 }
 
-/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
-   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
-   transpose alone are loaded into `room`, which has place for NSA__LANES of them. */
-static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int width = o->width, wide = o->wide;
-    nsa_real *to = rows ? rows : room;
-    uint64_t nonfinite = 0;
-    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
-        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
-            nsa_real *row = to + (ptrdiff_t)i * wide;
-            const void *from = nsa__walk_packed(job, o, begin, r);
-            if (from)
-                nsa__widen_rows(o, 1, x, from, row);
-            else
-                memset(row, 0, (size_t)wide * sizeof *row);
-        }
-        const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !all_finite && i < NSA__LANES; i++)
-            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
-                nonfinite |= (uint64_t)1 << (first + i);
-        if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
-        if (rows) to += NSA__LANES * wide;
-    }
-    return nonfinite;
-}
-
-/* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
-   row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, wide = o->wide;
-    const nsa__matrix two = {room, wide / 2, 1, NULL};
-    uint64_t nonfinite = 0;
-    for (int r = 0; r < tile; r++) {
-        nsa_real *to = room + (r & 1) * wide / 2;
-        const void *from = nsa__walk_packed(job, o, begin, r);
-        if (!from)
-            memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x, from))
-            nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
-        for (int c = 0; transposed && c < o->depth; c++)
-            transposed[(ptrdiff_t)c * tile + r] = to[c];
-    }
-    return nonfinite;
-}
-
-static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, void *room) {
-    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
-                                                            (nsa_real *)room);
-}
-
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
 static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
     return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
+}
+
+/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
+   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
+   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. Numbers are
+   loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
+   place for NSA__LANES of them. */
+static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
+                          nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
+    uint64_t nonfinite = 0;
+    for (int first = 0; first < tile; first += NSA__LANES) {
+        nsa__packed *to = nsa__packed_rows(o, rows, first);
+        nsa_real *loaded = to && nsa__takes_reals(o) ? to : room;
+        const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
+        for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
+            nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
+            if (key + i >= end)
+                memset(row, 0, (size_t)o->stride * sizeof *row);
+            else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
+                nonfinite |= (uint64_t)1 << (first + i);
+        }
+        if (transposed)
+            o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, transposed + first);
+        if (to) nsa__rows_for_over(o, NSA__LANES, by_key, to);
+    }
+    return nonfinite;
 }
 
 /* Copies the rows of a tile's keys, each as a product along it takes it; non-finite ones as zeros.
@@ -8044,12 +7823,11 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__operand *k = &p->k, *v = &p->v;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__walk_packed(job, k, (int)key, r);
     uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
-                                   job->k_t + key * k->depth, scratch);
+                                   job->k_t + key * k->depth, (nsa_real *)scratch);
     if (job->v || job->v_t)
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL, scratch);
+                               job->v_t ? job->v_t + key * v->depth : NULL, (nsa_real *)scratch);
     job->nonfinite[tile] = nonfinite;
     for (int i = 0; i < 2; i++)
         nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);
@@ -8288,11 +8066,8 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
 static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
                                 unsigned char *nonfinite) {
     if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
-    for (int r = 0; r < rows; r++, x += o->stride) {
-        if (o->tiles->all_finite(1, o->wide, 0, x)) continue;
-        memset(x, 0, (size_t)o->wide * sizeof *x);
-        nonfinite[r] = 1;
-    }
+    for (int r = 0; r < rows; r++)
+        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
 }
 
 /* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
@@ -8301,17 +8076,14 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o),
-              in_place = nsa__rows_of_reals(x, o->width);
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!scaled && !nsa__copy_operand(o, row, x, from)) nonfinite[r] = 1;
-        if (scaled && !in_place) nsa__widen_rows(o, 1, x, from, row);
-        if (scaled)
-            o->tiles->scale(o->wide, o->scale, in_place ? (const nsa_real *)from : row, row);
+        if (!nsa__copy_operand(o, row, x, nsa__walk_queries(job, it, x, o->width, r)))
+            nonfinite[r] = 1;
+        if (scaled) o->tiles->scale(o->wide, o->scale, row, row);
     }
-    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite);
+    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite); /* times scale it may be too large */
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
@@ -8470,7 +8242,7 @@ typedef struct nsa__forward {
     nsa__tile_iter iter;
     nsa_real *q;              /* rows of the task, times scale, and up to 15 more */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
-    nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
+    nsa_real *m;              /* of every row: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
     nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
     nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
@@ -8485,8 +8257,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
-    f->m = nsa__alloc_reals(a, rows + NSA__LANES);
-    f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
+    f->m = nsa__alloc_reals(a, rows);
+    f->l = nsa__alloc_reals(a, rows * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
     f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
@@ -8501,11 +8273,10 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     const nsa__attend_plan *p = job->plan;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
-    int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
     memset(f->out, 0, (size_t)rows * (size_t)p->v.wide * sizeof *f->out);
-    memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
-    for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
+    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
     if (job->in_place)
         nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
@@ -8578,36 +8349,41 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
-/* out of one row, times `inv_l` = 1 / l, and lse; both are NaN if the row used what is not finite.
-   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
-   same bits. */
-static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real inv_l,
-                             nsa_real lse) {
+/* 1 / l of a row, where l is the sum of its parts, and lse = m + ln l. Of a row without keys, whose
+   l is 0, these are 0 and -inf. NaN is found by its bits, because -ffast-math knows none. */
+NSA__COMPILED static nsa_real nsa__forward_finish(nsa_real *parts, nsa_real m, nsa_real *lse) {
+    NSA__ARITHMETIC
+    const nsa_real l = nsa__sum_parts(parts);
+    if (l == 0) {
+        *lse = nsa__minus_infinity();
+        return 0;
+    }
+    *lse = nsa__is_finite((double)l) ? (nsa_real)((double)m + log((double)l)) : l;
+    return (nsa_real)(1 / (double)l);
+}
+
+/* out and lse of one row; both are NaN if the row used what is not finite. Selection reads lse back
+   from the caller's view, because nsa_select_blocks does: both get the same bits. */
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
-    const int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, lse;
+    const nsa_real inv_l = nsa__forward_finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m[r], &lse);
+    p->tiles->scale(p->v.wide, inv_l, sums, sums);
     if (inv_l != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        for (int c = 0; c < p->d->dim_v; c++) sums[c] = nsa__nan();
         lse = nsa__nan();
     }
-    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
     if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int rows = f->iter.queries * p->group;
-    nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
-    for (int r = 0; r < rows; r++) {
-        int i = r % NSA__LANES;
-        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
-        nsa__forward_row(f, job, r, inv_l[i], lse[i]);
-    }
-    if (p->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
+    const int rows = f->iter.queries * job->plan->group;
+    for (int r = 0; r < rows; r++) nsa__forward_row(f, job, r);
+    if (job->plan->select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in

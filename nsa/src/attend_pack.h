@@ -33,68 +33,37 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     }
 }
 
-/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
-   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
-   transpose alone are loaded into `room`, which has place for NSA__LANES of them. */
-static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int width = o->width, wide = o->wide;
-    nsa_real *to = rows ? rows : room;
-    uint64_t nonfinite = 0;
-    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
-        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
-            nsa_real *row = to + (ptrdiff_t)i * wide;
-            const void *from = nsa__walk_packed(job, o, begin, r);
-            if (from)
-                nsa__widen_rows(o, 1, x, from, row);
-            else
-                memset(row, 0, (size_t)wide * sizeof *row);
-        }
-        const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !all_finite && i < NSA__LANES; i++)
-            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
-                nonfinite |= (uint64_t)1 << (first + i);
-        if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
-        if (rows) to += NSA__LANES * wide;
-    }
-    return nonfinite;
-}
-
-/* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
-   row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, wide = o->wide;
-    const nsa__matrix two = {room, wide / 2, 1, NULL};
-    uint64_t nonfinite = 0;
-    for (int r = 0; r < tile; r++) {
-        nsa_real *to = room + (r & 1) * wide / 2;
-        const void *from = nsa__walk_packed(job, o, begin, r);
-        if (!from)
-            memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x, from))
-            nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
-        for (int c = 0; transposed && c < o->depth; c++)
-            transposed[(ptrdiff_t)c * tile + r] = to[c];
-    }
-    return nonfinite;
-}
-
-static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, void *room) {
-    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
-                                                            (nsa_real *)room);
-}
-
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
 static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
     return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
+}
+
+/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
+   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
+   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. Numbers are
+   loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
+   place for NSA__LANES of them. */
+static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
+                          nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
+    uint64_t nonfinite = 0;
+    for (int first = 0; first < tile; first += NSA__LANES) {
+        nsa__packed *to = nsa__packed_rows(o, rows, first);
+        nsa_real *loaded = to && nsa__takes_reals(o) ? to : room;
+        const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
+        for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
+            nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
+            if (key + i >= end)
+                memset(row, 0, (size_t)o->stride * sizeof *row);
+            else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
+                nonfinite |= (uint64_t)1 << (first + i);
+        }
+        if (transposed)
+            o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, transposed + first);
+        if (to) nsa__rows_for_over(o, NSA__LANES, by_key, to);
+    }
+    return nonfinite;
 }
 
 /* Copies the rows of a tile's keys, each as a product along it takes it; non-finite ones as zeros.
@@ -123,12 +92,11 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__operand *k = &p->k, *v = &p->v;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__walk_packed(job, k, (int)key, r);
     uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
-                                   job->k_t + key * k->depth, scratch);
+                                   job->k_t + key * k->depth, (nsa_real *)scratch);
     if (job->v || job->v_t)
         nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL, scratch);
+                               job->v_t ? job->v_t + key * v->depth : NULL, (nsa_real *)scratch);
     job->nonfinite[tile] = nonfinite;
     for (int i = 0; i < 2; i++)
         nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);

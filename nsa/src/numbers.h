@@ -335,15 +335,21 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
-/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, then by
-   halves, so that a compiler's choice of vectors changes no bit. */
+/* Adds up 16 partial sums by halves. The order is written out, so that a compiler's choice of
+   vectors changes no bit. */
+NSA__INLINE nsa_real nsa__sum_parts(nsa_real part[NSA__LANES]) {
+    NSA__ARITHMETIC
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    return part[0];
+}
+
+/* a . b, in 16 partial sums; n is a multiple of 16. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
     nsa_real part[NSA__LANES] = {0};
     for (int i = 0; i < n; i += NSA__LANES)
         for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) part[j] += part[j + half];
-    return part[0];
+    return nsa__sum_parts(part);
 }
 
 /* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that

@@ -59,15 +59,12 @@ enum {
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
-    NSA__ROWS_AHEAD = 16,
-    /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32
+    NSA__ROWS_AHEAD = 16
 };
 
 typedef struct nsa__schedule {
     int tile, tile_log2; /* keys of a tile, and its logarithm */
     int tile_in_block;   /* lists: every tile lies in one selection block */
-    int pack_ahead;      /* rows between a row's prefetch and its packing */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task, at most */
     int l2_queries;      /* the same in a short sequence */
@@ -144,7 +141,6 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile = nsa__tile_size(d, branch);
     while (1 << s.tile_log2 < s.tile) s.tile_log2++;
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
-    s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
     s.gathers_from = nsa__gathers_from(d, branch, group, NSA__LANES);
     s.head_slots = seats;
