@@ -339,8 +339,11 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
    vectors changes no bit. */
 NSA__INLINE nsa_real nsa__sum_parts(nsa_real part[NSA__LANES]) {
     NSA__ARITHMETIC
-    for (int half = NSA__LANES / 2; half; half /= 2)
+    NSA__UNROLL
+    for (int half = NSA__LANES / 2; half; half /= 2) {
+        NSA__UNROLL
         for (int j = 0; j < half; j++) part[j] += part[j + half];
+    }
     return part[0];
 }
 
