@@ -1506,6 +1506,7 @@ static nsa_status nsa__rope_check(const nsa__side *side, const nsa_rope *dx, con
 }
 
 /* phi's parameters, the one list of them. */
+enum { NSA__W1, NSA__B1, NSA__POS, NSA__W2, NSA__B2, NSA__PARAMETERS };
 typedef struct nsa__parameter {
     const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
     int64_t rows;             /* for one head: rows of `width` numbers */
@@ -1513,10 +1514,10 @@ typedef struct nsa__parameter {
 } nsa__parameter;
 
 static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                           nsa__parameter list[5]) {
+                           nsa__parameter list[NSA__PARAMETERS]) {
     const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
     if (!dx) dx = x;
-    const nsa__parameter all[5] = {
+    const nsa__parameter all[NSA__PARAMETERS] = {
         {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
         {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
         {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
@@ -1529,7 +1530,7 @@ static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const 
 /* The views of phi. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP in the chain. Backward of the
    mean does not read x. */
 static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
-    nsa__parameter list[5];
+    nsa__parameter list[NSA__PARAMETERS];
     if (c->forward || x->phi != NSA_PHI_MEAN)
         NSA__CHECK(
             c->side->rows(&x->x, c->side->keys(c->d, 0, x->dim), c->rows, 0, base + NSA__AT_x));
@@ -1549,7 +1550,7 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
    are apart. */
 static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
                                           const nsa_compress *x, const nsa_desc *d, int base) {
-    nsa__parameter list[5];
+    nsa__parameter list[NSA__PARAMETERS];
     NSA__CHECK(
         nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, 0, x->dim), base + NSA__AT_x));
     for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
@@ -1948,13 +1949,6 @@ NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
     return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
 }
 
-/* 1 if no number is infinite or NaN. */
-NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
-    nsa__bits_t any = 0;
-    for (int i = 0; i < n; i++) any |= nsa__exponent_carry(x[i]);
-    return !(any >> NSA__SIGN_BIT);
-}
-
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
                                       const void *row, int n) {
@@ -1983,21 +1977,6 @@ NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int
     return nsa__sum_parts(part);
 }
 
-/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
-   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
-   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
-static int nsa__clear_nonfinite(nsa_real *row, int n) {
-    if (nsa__all_finite(row, n)) return 1;
-    memset(row, 0, (size_t)n * sizeof *row);
-    return 0;
-}
-
-/* Loads a row, and clears it so. */
-static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
-    nsa__load(to, dtype, row, n);
-    return nsa__clear_nonfinite(to, n);
-}
-
 /* Copies a row of bf16 as pairs, with zeros up to `wide` numbers. A non-finite row becomes zeros
    and returns 0. */
 NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, int n, int wide) {
@@ -2007,7 +1986,7 @@ NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, i
     for (int i = 0; i < wide / 2; i++) {
         uint32_t pair;
         memcpy(&pair, to + i, sizeof pair);
-        any |= (pair & 0x7f807f80u) + 0x00800080u; /* as nsa__all_finite, for two exponents */
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* nsa__exponent_carry of two */
     }
     if (!(any & 0x80008000u)) return 1;
     memset(to, 0, (size_t)wide * sizeof(uint16_t));
@@ -3603,7 +3582,6 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-/* nsa__all_finite for rows. */
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
@@ -6172,7 +6150,7 @@ typedef struct nsa__compress_job {
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
     int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
-    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
+    nsa_real *sum[NSA__PARAMETERS]; /* of the gradients, of their parameters' shapes */
     nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
 } nsa__compress_job;
 
@@ -6287,7 +6265,7 @@ static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, vo
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
     int dim = p->x->dim, bias = j == p->d->cmp_block;
-    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
+    nsa_real *sum = bias ? p->sum[NSA__B1] : p->sum[NSA__W1] + j * dim;
     (void)scratch;
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
         nsa__load_dout(p, grad, i);
@@ -6458,18 +6436,18 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
+            const nsa__result dw1 = nsa__result_at(p->sum[NSA__W1] + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
         for (int i = 0; i < n; i++) {
             nsa_real *row = rows + (ptrdiff_t)i * dim;
             nsa__load_dout(p, row, begin + i);
-            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
+            for (int c = 0; c < dim; c++) p->sum[NSA__B2][c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = nsa__result_at(p->dw2, hidden, 1);
+        const nsa__result dw2 = nsa__result_at(p->sum[NSA__W2], hidden, 1);
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -6479,10 +6457,9 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
 /* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
    NULL. */
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
-    nsa__parameter list[5];
-    nsa_real **const sums[5] = {&p->dw1, &p->db1, &p->dpos, &p->dw2, &p->db2};
+    nsa__parameter list[NSA__PARAMETERS];
     for (int i = 0, count = nsa__parameters(NULL, p->x, p->d, list); i < count; i++)
-        *sums[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
+        p->sum[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
     if (p->x->phi != NSA_PHI_MLP) return;
     p->dh_sum = nsa__alloc_reals(a, p->x->hidden);
     p->act = nsa__alloc_reals(a, p->rows * p->x->hidden);
@@ -6558,23 +6535,23 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = nsa__result_at(p->dpos, nsa__flat(p), 1);
+    const nsa__result dpos = nsa__result_at(p->sum[NSA__POS], nsa__flat(p), 1);
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
-    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
+    for (int c = 0; c < p->x->hidden; c++) p->sum[NSA__B1][c] += p->dh_sum[c];
 }
 
 /* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
    head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
-    nsa__parameter list[5];
-    nsa_real *const sums[5] = {p->dw1, p->db1, p->dpos, p->dw2, p->db2}; /* in their order */
+    nsa__parameter list[NSA__PARAMETERS];
     int count = nsa__parameters(p->dx, p->x, p->d, list);
     int parameters = 0; /* 1: the gradient of one is asked for */
     for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
             if (p->head == 0 || list[i].dx->head != 0)
-                memset(sums[i], 0, (size_t)list[i].rows * (size_t)list[i].width * sizeof **sums);
+                memset(p->sum[i], 0,
+                       (size_t)list[i].rows * (size_t)list[i].width * sizeof(nsa_real));
         if (p->x->phi == NSA_PHI_MLP) {
             nsa__mlp_load_weights(p);
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
@@ -6591,7 +6568,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
                 nsa__add(list[i].dx->dtype, nsa__row(list[i].dx, 0, r, p->head), 1,
-                         sums[i] + r * list[i].width, list[i].width);
+                         p->sum[i] + r * list[i].width, list[i].width);
         }
     }
 }
@@ -7016,9 +6993,9 @@ static int nsa__heads_near(const nsa_desc *d) {
     return (int)nsa__min(d->kv_heads, nsa__min(nearby, NSA__HEADS_NEAR));
 }
 
-/* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
-   a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
-   their rows leave L2 costs less than a tile for few of them. */
+/* Queries of a task of lists in a sequence of `tokens`; `nearby` are those of a short one. A block
+   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
+   that their rows leave L2 costs less than a tile for few of them. */
 static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby, int64_t batch) {
     int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
     return nsa__max(nearby, nsa__min(wanted, NSA__GROWTH * nearby));
@@ -7047,7 +7024,7 @@ static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group, i
     return (int)least;
 }
 
-/* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
+/* Forward's, for `group` query heads a job. `seats`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
     const int lists = nsa__traits_of[branch].lists;
@@ -7225,7 +7202,9 @@ static void nsa__widen_rows(const nsa__operand *o, int rows, const nsa_tensor *x
     o->tiles->widen(rows, o->width, x, row, o->stride, to);
 }
 
-/* A row of numbers that is not finite becomes zeros: then 0 is returned. */
+/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
+   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
+   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
 static int nsa__finite_row(const nsa__operand *o, nsa_real *row) {
     if (o->tiles->all_finite(1, o->wide, 0, row)) return 1;
     memset(row, 0, (size_t)o->wide * sizeof *row);
@@ -7300,14 +7279,14 @@ typedef struct nsa__head_job {
     int in_place;                /* K and V are read unpacked; then all queries are one task, */
     int gathers;                 /* or each is, and its keys are those of its list: nsa__gather */
     int tile_begin, tile_end;    /* tiles that any of the queries sees */
-    nsa__packed *k, *v;          /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
-    nsa__packed *k_t, *v_t;      /* the same, transposed tile by tile */
-    nsa__packed *listed_rows[2]; /* backward of listed keys, of v and k: rows to be gathered */
+    nsa__packed *rows_over[2];   /* of v and k by tile: rows to be summed over; NULL: not needed */
+    nsa__packed *columns[2];     /* the same, transposed tile by tile */
+    nsa__packed *listed_rows[2]; /* backward of listed keys: rows to be gathered */
     uint64_t *nonfinite;         /* of every tile: keys with a non-finite value, packed as zeros */
     unsigned char *listed;       /* slc: tiles that a list names; the others are not packed */
     nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
     uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
-    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
+    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__ordered */
 } nsa__head_job;
 
 /* Backward has two of much: of v, dout and p; and of k, q and ds. */
@@ -7403,8 +7382,8 @@ static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
-   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
-   d may be some heads. */
+   so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
+   which d may be some heads. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
                                             const nsa_desc *d, nsa__branch branch, int lists,
                                             int nearby) {
@@ -7532,7 +7511,7 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     if (!p->is.lists) return;
     int64_t tiles = nsa__ceil_div(p->d->tokens, p->cut.tile);
     int64_t of_block = p->d->slc_block / p->cut.tile + (p->cut.tile_in_block ? 0 : 2);
-    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    int64_t of_query = nsa__min(p->list_width * of_block, tiles);
     it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
     it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
@@ -7733,21 +7712,21 @@ static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 
-/* Workspace that the threads share: packed keys of one sequence and kv head.
-     k, v      one row a key: element (key, c) at key wide + c
-     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+/* Workspace that the threads share: packed keys of one sequence and kv head, of k and v alike.
+     rows_over  one row a key: element (key, c) at key wide + c
+     columns    tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
        | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
-   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
-   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
-   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
-static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+   A right operand has contiguous rows, so q k^T reads columns of k and p v reads rows of v.
+   Backward reads columns of v for dout v^T and rows of k for ds k. Pairs of bf16 pair the index
+   that the product sums over: an element of columns is two neighbouring c of a key, and one of
+   rows_over is c of two neighbouring keys. Returns how many keys there is room for. */
+static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
+    const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->k.wide);
-    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
+    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    return tiles * p->cut.tile;
 }
 
 /* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
@@ -7763,24 +7742,32 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     }
 }
 
-/* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
-    return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
+/* Key `key` of packed rows, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(const nsa__head_job *job, int i, ptrdiff_t key) {
+    const nsa__operand *o = nsa__operand_at(job->plan, i);
+    return job->rows_over[i] ? job->rows_over[i] + nsa__rows_over(o, key) * o->wide : NULL;
 }
 
-/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
-   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. Numbers are
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
+static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff_t key) {
+    const int tile = job->plan->cut.tile, depth = nsa__operand_at(job->plan, i)->depth;
+    return job->columns[i] ? job->columns[i] + key / tile * tile * depth + key % tile : NULL;
+}
+
+/* Packs the keys of a tile from key `begin` on, or their values, as the layout has given memory, as
+   many rows at a time as a transpose takes. Rows behind the last key, and non-finite ones, are
+   zeros: products then need no short tiles. Returns the mask of the non-finite ones. Numbers are
    loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
    place for NSA__LANES of them. */
-static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
+static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
+    const nsa__operand *o = nsa__operand_at(job->plan, nth);
     const nsa_tensor *x = nsa__operand_view(job, o);
     const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
     for (int first = 0; first < tile; first += NSA__LANES) {
-        nsa__packed *to = nsa__packed_rows(o, rows, first);
-        nsa_real *loaded = to && nsa__takes_reals(o) ? to : room;
+        nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
+        nsa__packed *columns = nsa__packed_columns(job, nth, begin + first);
+        nsa_real *loaded = rows && nsa__takes_reals(o) ? rows : room;
         const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
         for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
             nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
@@ -7789,22 +7776,13 @@ static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int b
             else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
                 nonfinite |= (uint64_t)1 << (first + i);
         }
-        if (transposed)
-            o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, transposed + first);
-        if (to) nsa__rows_for_over(o, NSA__LANES, by_key, to);
+        if (columns) o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, columns);
+        if (rows) nsa__rows_for_over(o, NSA__LANES, by_key, rows);
+        if (job->listed_rows[nth])
+            memcpy(job->listed_rows[nth] + ((ptrdiff_t)begin + first) * o->stride, loaded,
+                   (size_t)NSA__LANES * (size_t)o->stride * sizeof *loaded);
     }
     return nonfinite;
-}
-
-/* Copies the rows of a tile's keys, each as a product along it takes it; non-finite ones as zeros.
- */
-static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int begin,
-                           nsa__packed *rows) {
-    const int end = (int)nsa__min((int64_t)begin + job->plan->cut.tile, job->keys);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    for (int key = begin; rows && key < end; key++)
-        nsa__copy_operand(o, rows + key * (ptrdiff_t)o->stride, x,
-                          nsa__walk_keys(job, x, o->width, key, end));
 }
 
 /* A thread's scratch, of which a task takes `task` bytes and packing some rows. */
@@ -7814,22 +7792,16 @@ static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     return nsa__larger(task, rows.used);
 }
 
-/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
+/* Packs one tile of one head. Without values there is nothing to pack of them. */
 static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
-    const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
-    const nsa__operand *k = &p->k, *v = &p->v;
+    const ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth;
+    const int begin = (int)tile * job->plan->cut.tile;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
-                                   job->k_t + key * k->depth, (nsa_real *)scratch);
-    if (job->v || job->v_t)
-        nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL, (nsa_real *)scratch);
-    job->nonfinite[tile] = nonfinite;
-    for (int i = 0; i < 2; i++)
-        nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);
+    job->nonfinite[tile] = nsa__pack(job, NSA__OF_K, begin, (nsa_real *)scratch);
+    if (job->rows_over[NSA__OF_V] || job->columns[NSA__OF_V])
+        job->nonfinite[tile] |= nsa__pack(job, NSA__OF_V, begin, (nsa_real *)scratch);
 }
 
 /* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
@@ -7848,12 +7820,6 @@ static void nsa__mark_listed(const nsa__head_job *job) {
             memset(job->listed + first, 1, (size_t)tiles);
         }
     }
-}
-
-/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__operand *o,
-                                           const nsa__packed *transposed, ptrdiff_t key) {
-    return transposed + key / p->cut.tile * p->cut.tile * o->depth + key % p->cut.tile;
 }
 
 /* ---- Attention: in-place keys -----------------------------------------------------------------
@@ -7910,8 +7876,7 @@ static void nsa__in_place_queries(nsa__in_place *f, const nsa__attend_plan *p, n
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
-    f->rows =
-        nsa__alloc_reals(a, (int64_t)p->cut.tile * (p->k.wide > p->v.wide ? p->k.wide : p->v.wide));
+    f->rows = nsa__alloc_reals(a, p->cut.tile * nsa__max(p->k.wide, p->v.wide));
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
@@ -8324,7 +8289,7 @@ static void nsa__batch_scores(nsa__in_place *f, const nsa__head_job *job, const 
         return;
     }
     const nsa__matrix q = {rows, p->k.stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), p->cut.tile, 1, NULL};
+    const nsa__matrix k_t = {nsa__packed_columns(job, NSA__OF_K, b->key), p->cut.tile, 1, NULL};
     const nsa__result products = nsa__result_at(s, apart, 0);
     nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
     f->nonfinite = job->nonfinite[b->key / p->cut.tile] >> b->begin;
@@ -8335,7 +8300,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *v = &p->v;
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(job, NSA__OF_V, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
@@ -8711,11 +8676,10 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         (nsa__head_job *)nsa__alloc(shared, nsa__in_place_slots(p), sizeof(nsa__head_job));
     for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
-        nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
+        const int64_t keys = nsa__alloc_keys(job, shared);
+        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
     }
     return in_place;
 }
@@ -9045,12 +9009,10 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__scored x = nsa__batch_scored(p, b);
-    const nsa__packed *transposed[] = {job->v_t, job->k_t};
     for (int i = 0; i < 2; i++) {
         const nsa__operand *o = nsa__operand_at(p, i);
         const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
-        const nsa__matrix columns = {nsa__key_columns(p, o, transposed[i], b->key), p->cut.tile, 1,
-                                     NULL};
+        const nsa__matrix columns = {nsa__packed_columns(job, i, b->key), p->cut.tile, 1, NULL};
         const nsa__result scores = nsa__result_at(f->left[!i], p->cut.tile, 0);
         nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
     }
@@ -9061,7 +9023,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
             nsa__result_at(nsa__share(f, p, i, f->newest) + (ptrdiff_t)b->begin * wide, wide, 1);
         if (job->sum[i]) nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
     }
-    const nsa__matrix keys = {nsa__packed_rows(&p->k, job->k, b->key), p->k.wide, 1, NULL};
+    const nsa__matrix keys = {nsa__packed_rows(job, NSA__OF_K, b->key), p->k.wide, 1, NULL};
     nsa__backward_queries(f, p, &x, ds, x.n, &keys);
     nsa__backward_note(f, job, b);
 }
@@ -9285,7 +9247,6 @@ static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
-    const int64_t keys = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile;
     const int gathers = nsa__plan_gathers(p), each = gathers ? 1 : p->cut.task_queries;
     int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, each));
     int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
@@ -9293,7 +9254,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         nsa__head_job *job = &jobs[i];
         *job = nsa__job_make(p);
         job->progress = progress;
-        nsa__alloc_keys(job, shared, 1, 1);
+        const int64_t keys = nsa__alloc_keys(job, shared);
+        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
@@ -9829,7 +9792,7 @@ static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan 
                                     nsa__arena *shared) {
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
-        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared);
     }
     return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }
@@ -9940,6 +9903,7 @@ enum { NSA__LISTED_QUERIES = 8, NSA__LISTED_KEYS = 64 }; /* of a task; keys in w
 typedef struct nsa__listed {
     const nsa_score *x, *dx; /* dx NULL: forward */
     const nsa_desc *d;
+    nsa__operand row; /* of q and k, as numbers */
     nsa__seq seq;
     int group, wide, block, keys, width; /* heads of a list; numbers of a row; keys of a block, of a
                                             task; entries */
@@ -9964,12 +9928,6 @@ static void *nsa__listed_key(const nsa__listed *f, const nsa_tensor *k, int64_t 
     return nsa__key_row(f->d->cmp_stride > 1 ? &f->seq.cmp : &f->seq.keys, k, key, kv_head);
 }
 
-/* Loads a row of q or k, zeros behind it; returns 1 if it is not finite, and zeros then. */
-static int nsa__listed_load(const nsa__listed *f, nsa_real *to, nsa_dtype dtype, const void *row) {
-    memset(to, 0, (size_t)f->wide * sizeof *to);
-    return !nsa__load_finite(to, dtype, row, f->d->dim);
-}
-
 static void nsa__listed_query(nsa__listed *f, int64_t row, int list) {
     const nsa_tensor *q = &f->x->q, *weights = &f->x->weights;
     memset(f->dq, 0, (size_t)f->group * (size_t)f->wide * sizeof *f->dq);
@@ -9977,12 +9935,15 @@ static void nsa__listed_query(nsa__listed *f, int64_t row, int list) {
     f->bad_query = 0;
     for (int g = 0; g < f->group; g++) {
         const int head = list * f->group + g;
-        f->bad_query |= nsa__listed_load(f, f->q + (ptrdiff_t)g * f->wide, q->dtype,
-                                         nsa__row(q, f->seq.batch, row, head));
+        f->bad_query |= !nsa__copy_operand(&f->row, f->q + (ptrdiff_t)g * f->wide, q,
+                                           nsa__row(q, f->seq.batch, row, head));
         f->weights[g] = 1;
         if (weights->data)
-            f->bad_query |= !nsa__load_finite(&f->weights[g], weights->dtype,
-                                              nsa__row(weights, f->seq.batch, row, head), 1);
+            nsa__load(&f->weights[g], weights->dtype, nsa__row(weights, f->seq.batch, row, head),
+                      1);
+        if (nsa__is_finite((double)f->weights[g])) continue;
+        f->weights[g] = 0;
+        f->bad_query = 1;
     }
 }
 
@@ -9994,8 +9955,8 @@ static int nsa__listed_block(nsa__listed *f, int64_t t, int kv_head, int64_t j) 
     if (n == 0) return 0;
     f->bad = f->bad_query;
     for (int i = 0; i < n; i++)
-        f->bad |= nsa__listed_load(f, f->k + (ptrdiff_t)i * f->wide, f->x->k.dtype,
-                                   nsa__listed_key(f, &f->x->k, j * f->block + i, kv_head));
+        f->bad |= !nsa__copy_operand(&f->row, f->k + (ptrdiff_t)i * f->wide, &f->x->k,
+                                     nsa__listed_key(f, &f->x->k, j * f->block + i, kv_head));
     memset(f->of_key, 0, (size_t)n * sizeof *f->of_key);
     for (int g = 0; g < f->group; g++) {
         nsa_real *s = f->s + (ptrdiff_t)g * f->block;
@@ -10093,7 +10054,8 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     memset(&f, 0, sizeof f);
     f.x = x, f.dx = dx, f.d = d;
     f.group = d->heads / nsa__list_heads(d);
-    f.wide = nsa__whole_vectors(d->dim);
+    f.row = nsa__operand_of(nsa__tiles_of(d->isa), d->dim, 1);
+    f.wide = f.row.wide;
     f.block = (int)nsa__min(nsa__scorer_block(d), nsa__max(1, nsa_cmp_count(d, d->tokens)));
     f.keys = (int)nsa__max(1, NSA__LISTED_KEYS / f.block) * f.block;
     f.width = nsa_block_list_width(d);

@@ -102,7 +102,7 @@ static void nsa__batch_scores(nsa__in_place *f, const nsa__head_job *job, const 
         return;
     }
     const nsa__matrix q = {rows, p->k.stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), p->cut.tile, 1, NULL};
+    const nsa__matrix k_t = {nsa__packed_columns(job, NSA__OF_K, b->key), p->cut.tile, 1, NULL};
     const nsa__result products = nsa__result_at(s, apart, 0);
     nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
     f->nonfinite = job->nonfinite[b->key / p->cut.tile] >> b->begin;
@@ -113,7 +113,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *v = &p->v;
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(job, NSA__OF_V, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);

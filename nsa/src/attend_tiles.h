@@ -87,7 +87,7 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     if (!p->is.lists) return;
     int64_t tiles = nsa__ceil_div(p->d->tokens, p->cut.tile);
     int64_t of_block = p->d->slc_block / p->cut.tile + (p->cut.tile_in_block ? 0 : 2);
-    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    int64_t of_query = nsa__min(p->list_width * of_block, tiles);
     it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
     it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }

@@ -101,9 +101,9 @@ static int nsa__heads_near(const nsa_desc *d) {
     return (int)nsa__min(d->kv_heads, nsa__min(nearby, NSA__HEADS_NEAR));
 }
 
-/* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
-   a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
-   their rows leave L2 costs less than a tile for few of them. */
+/* Queries of a task of lists in a sequence of `tokens`; `nearby` are those of a short one. A block
+   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
+   that their rows leave L2 costs less than a tile for few of them. */
 static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby, int64_t batch) {
     int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
     return nsa__max(nearby, nsa__min(wanted, NSA__GROWTH * nearby));
@@ -132,7 +132,7 @@ static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group, i
     return (int)least;
 }
 
-/* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
+/* Forward's, for `group` query heads a job. `seats`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
     const int lists = nsa__traits_of[branch].lists;

@@ -398,7 +398,6 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-/* nsa__all_finite for rows. */
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
