@@ -1506,6 +1506,7 @@ static nsa_status nsa__rope_check(const nsa__side *side, const nsa_rope *dx, con
 }
 
 /* phi's parameters, the one list of them. */
+enum { NSA__W1, NSA__B1, NSA__POS, NSA__W2, NSA__B2, NSA__PARAMETERS };
 typedef struct nsa__parameter {
     const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
     int64_t rows;             /* for one head: rows of `width` numbers */
@@ -1513,10 +1514,10 @@ typedef struct nsa__parameter {
 } nsa__parameter;
 
 static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                           nsa__parameter list[5]) {
+                           nsa__parameter list[NSA__PARAMETERS]) {
     const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
     if (!dx) dx = x;
-    const nsa__parameter all[5] = {
+    const nsa__parameter all[NSA__PARAMETERS] = {
         {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
         {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
         {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
@@ -1529,7 +1530,7 @@ static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const 
 /* The views of phi. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP in the chain. Backward of the
    mean does not read x. */
 static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
-    nsa__parameter list[5];
+    nsa__parameter list[NSA__PARAMETERS];
     if (c->forward || x->phi != NSA_PHI_MEAN)
         NSA__CHECK(
             c->side->rows(&x->x, c->side->keys(c->d, 0, x->dim), c->rows, 0, base + NSA__AT_x));
@@ -1549,7 +1550,7 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
    are apart. */
 static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
                                           const nsa_compress *x, const nsa_desc *d, int base) {
-    nsa__parameter list[5];
+    nsa__parameter list[NSA__PARAMETERS];
     NSA__CHECK(
         nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, 0, x->dim), base + NSA__AT_x));
     for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
@@ -1948,13 +1949,6 @@ NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
     return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
 }
 
-/* 1 if no number is infinite or NaN. */
-NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
-    nsa__bits_t any = 0;
-    for (int i = 0; i < n; i++) any |= nsa__exponent_carry(x[i]);
-    return !(any >> NSA__SIGN_BIT);
-}
-
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
                                       const void *row, int n) {
@@ -1963,30 +1957,24 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
-/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, then by
-   halves, so that a compiler's choice of vectors changes no bit. */
+/* Adds up 16 partial sums by halves. The order is written out, so that a compiler's choice of
+   vectors changes no bit. */
+NSA__INLINE nsa_real nsa__sum_parts(nsa_real part[NSA__LANES]) {
+    NSA__ARITHMETIC
+    NSA__UNROLL
+    for (int half = NSA__LANES / 2; half; half /= 2) {
+        NSA__UNROLL
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    }
+    return part[0];
+}
+
+/* a . b, in 16 partial sums; n is a multiple of 16. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
     nsa_real part[NSA__LANES] = {0};
     for (int i = 0; i < n; i += NSA__LANES)
         for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) part[j] += part[j + half];
-    return part[0];
-}
-
-/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
-   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
-   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
-static int nsa__clear_nonfinite(nsa_real *row, int n) {
-    if (nsa__all_finite(row, n)) return 1;
-    memset(row, 0, (size_t)n * sizeof *row);
-    return 0;
-}
-
-/* Loads a row, and clears it so. */
-static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
-    nsa__load(to, dtype, row, n);
-    return nsa__clear_nonfinite(to, n);
+    return nsa__sum_parts(part);
 }
 
 /* Copies a row of bf16 as pairs, with zeros up to `wide` numbers. A non-finite row becomes zeros
@@ -1998,7 +1986,7 @@ NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, i
     for (int i = 0; i < wide / 2; i++) {
         uint32_t pair;
         memcpy(&pair, to + i, sizeof pair);
-        any |= (pair & 0x7f807f80u) + 0x00800080u; /* as nsa__all_finite, for two exponents */
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* nsa__exponent_carry of two */
     }
     if (!(any & 0x80008000u)) return 1;
     memset(to, 0, (size_t)wide * sizeof(uint16_t));
@@ -3154,9 +3142,6 @@ typedef struct nsa__tiles {
        sees none of the keys keeps its state to the bit. */
     void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
                     const nsa__running *so_far);
-    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
-       A row without keys, whose l is 0, has inv_l = 0 and lse = -inf. */
-    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l, nsa_real *lse);
     /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);
@@ -3220,9 +3205,9 @@ typedef struct nsa__pairs {
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
    empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
-   b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
-   <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
-   is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
+   b) is x = a > b ? a : b in one instruction, which GCC makes three of. NSA__NEAREST(e, x) is e = x
+   rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which is 0 if e is -inf, even of NaN.
+   NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
 #define NSA__ISA                 plain
 #define NSA__BYTES               0
 #define NSA__ROWS                4
@@ -3291,15 +3276,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3318,9 +3294,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -3376,11 +3349,11 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-/* e^x, with e^most for what is larger. NaN stays NaN. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+/* e^-x, with e^-least for what is smaller. NaN stays NaN. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -3593,7 +3566,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -3615,7 +3588,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -3641,7 +3614,6 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-/* nsa__all_finite for rows. */
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
@@ -3746,33 +3718,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-/* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
-   -ffast-math knows none. */
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -3781,7 +3730,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -3870,15 +3818,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3897,9 +3836,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -3950,10 +3886,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4148,7 +4084,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -4168,7 +4104,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -4293,31 +4229,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -4326,7 +4241,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -4353,7 +4267,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #define NSA__TARGET              NSA__COMPILED __attribute__((__target__("avx2,fma")))
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
-#define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
 #ifdef NSA__HAS_F16C
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
 #endif
@@ -4412,15 +4325,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -4439,9 +4343,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -4492,10 +4393,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4690,7 +4591,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -4710,7 +4611,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -4835,31 +4736,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -4868,7 +4748,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -4944,15 +4823,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -4971,9 +4841,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -5024,10 +4891,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5222,7 +5089,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -5242,7 +5109,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -5367,31 +5234,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -5400,7 +5246,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -5501,15 +5346,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -5528,9 +5364,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -5581,10 +5414,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5779,7 +5612,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -5799,7 +5632,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -5924,31 +5757,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -5957,7 +5769,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -6069,7 +5880,6 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16
@@ -6106,11 +5916,6 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
         pairs->store(n, from, row);
     else
         nsa__store(dtype, row, from, n);
-}
-
-/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
-static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
-    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
 }
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
@@ -6376,7 +6181,7 @@ typedef struct nsa__compress_job {
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
     int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
-    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
+    nsa_real *sum[NSA__PARAMETERS]; /* of the gradients, of their parameters' shapes */
     nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
 } nsa__compress_job;
 
@@ -6497,7 +6302,7 @@ static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, vo
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
     int dim = p->x->dim, bias = j == p->d->cmp_block;
-    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
+    nsa_real *sum = bias ? p->sum[NSA__B1] : p->sum[NSA__W1] + j * dim;
     (void)scratch;
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
         nsa__load_dout(p, grad, i);
@@ -6670,18 +6475,18 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
+            const nsa__result dw1 = nsa__result_at(p->sum[NSA__W1] + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
         for (int i = 0; i < n; i++) {
             nsa_real *row = rows + (ptrdiff_t)i * dim;
             nsa__load_dout(p, row, begin + i);
-            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
+            for (int c = 0; c < dim; c++) p->sum[NSA__B2][c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = nsa__result_at(p->dw2, hidden, 1);
+        const nsa__result dw2 = nsa__result_at(p->sum[NSA__W2], hidden, 1);
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -6691,10 +6496,9 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
 /* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
    NULL. */
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
-    nsa__parameter list[5];
-    nsa_real **const sums[5] = {&p->dw1, &p->db1, &p->dpos, &p->dw2, &p->db2};
+    nsa__parameter list[NSA__PARAMETERS];
     for (int i = 0, count = nsa__parameters(NULL, p->x, p->d, list); i < count; i++)
-        *sums[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
+        p->sum[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
     if (p->x->phi != NSA_PHI_MLP) return;
     p->dh_sum = nsa__alloc_reals(a, p->x->hidden);
     p->act = nsa__alloc_reals(a, p->rows * p->x->hidden);
@@ -6773,23 +6577,23 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = nsa__result_at(p->dpos, nsa__flat(p), 1);
+    const nsa__result dpos = nsa__result_at(p->sum[NSA__POS], nsa__flat(p), 1);
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
-    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
+    for (int c = 0; c < p->x->hidden; c++) p->sum[NSA__B1][c] += p->dh_sum[c];
 }
 
 /* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
    head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
-    nsa__parameter list[5];
-    nsa_real *const sums[5] = {p->dw1, p->db1, p->dpos, p->dw2, p->db2}; /* in their order */
+    nsa__parameter list[NSA__PARAMETERS];
     int count = nsa__parameters(p->dx, p->x, p->d, list);
     int parameters = 0; /* 1: the gradient of one is asked for */
     for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
             if (p->head == 0 || list[i].dx->head != 0)
-                memset(sums[i], 0, (size_t)list[i].rows * (size_t)list[i].width * sizeof **sums);
+                memset(p->sum[i], 0,
+                       (size_t)list[i].rows * (size_t)list[i].width * sizeof(nsa_real));
         if (p->x->phi == NSA_PHI_MLP) {
             nsa__mlp_load_weights(p);
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
@@ -6806,7 +6610,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
                 nsa__add(list[i].dx->dtype, nsa__row(list[i].dx, 0, r, p->head), 1,
-                         sums[i] + r * list[i].width, list[i].width);
+                         p->sum[i] + r * list[i].width, list[i].width);
         }
     }
 }
@@ -7185,15 +6989,12 @@ enum {
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
-    NSA__ROWS_AHEAD = 16,
-    /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32
+    NSA__ROWS_AHEAD = 16
 };
 
 typedef struct nsa__schedule {
     int tile, tile_log2; /* keys of a tile, and its logarithm */
     int tile_in_block;   /* lists: every tile lies in one selection block */
-    int pack_ahead;      /* rows between a row's prefetch and its packing */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task, at most */
     int l2_queries;      /* the same in a short sequence */
@@ -7230,9 +7031,9 @@ static int nsa__heads_near(const nsa_desc *d) {
     return (int)nsa__min(d->kv_heads, nsa__min(nearby, NSA__HEADS_NEAR));
 }
 
-/* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
-   a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
-   their rows leave L2 costs less than a tile for few of them. */
+/* Queries of a task of lists in a sequence of `tokens`; `nearby` are those of a short one. A block
+   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
+   that their rows leave L2 costs less than a tile for few of them. */
 static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby, int64_t batch) {
     int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
     return nsa__max(nearby, nsa__min(wanted, NSA__GROWTH * nearby));
@@ -7261,7 +7062,7 @@ static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group, i
     return (int)least;
 }
 
-/* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
+/* Forward's, for `group` query heads a job. `seats`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
     const int lists = nsa__traits_of[branch].lists;
@@ -7270,7 +7071,6 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile = nsa__tile_size(d, branch);
     while (1 << s.tile_log2 < s.tile) s.tile_log2++;
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
-    s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
     s.gathers_from = nsa__gathers_from(d, branch, group, NSA__LANES);
     s.head_slots = seats;
@@ -7440,12 +7240,21 @@ static void nsa__widen_rows(const nsa__operand *o, int rows, const nsa_tensor *x
     o->tiles->widen(rows, o->width, x, row, o->stride, to);
 }
 
-/* Copies a row of the format. One that is not finite becomes zeros: then 0 is returned. */
+/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
+   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
+   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
+static int nsa__finite_row(const nsa__operand *o, nsa_real *row) {
+    if (o->tiles->all_finite(1, o->wide, 0, row)) return 1;
+    memset(row, 0, (size_t)o->wide * sizeof *row);
+    return 0;
+}
+
+/* Copies a row of the format, and returns the same. */
 static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
                              const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
     nsa__widen_rows(o, 1, x, from, to);
-    return nsa__clear_nonfinite(to, o->width);
+    return nsa__finite_row(o, to);
 }
 
 /* ---- Attention: plan and spans ----------------------------------------------------------------
@@ -7508,14 +7317,14 @@ typedef struct nsa__head_job {
     int in_place;                /* K and V are read unpacked; then all queries are one task, */
     int gathers;                 /* or each is, and its keys are those of its list: nsa__gather */
     int tile_begin, tile_end;    /* tiles that any of the queries sees */
-    nsa__packed *k, *v;          /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
-    nsa__packed *k_t, *v_t;      /* the same, transposed tile by tile */
-    nsa__packed *listed_rows[2]; /* backward of listed keys, of v and k: rows to be gathered */
+    nsa__packed *rows_over[2];   /* of v and k by tile: rows to be summed over; NULL: not needed */
+    nsa__packed *columns[2];     /* the same, transposed tile by tile */
+    nsa__packed *listed_rows[2]; /* backward of listed keys: rows to be gathered */
     uint64_t *nonfinite;         /* of every tile: keys with a non-finite value, packed as zeros */
     unsigned char *listed;       /* slc: tiles that a list names; the others are not packed */
     nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
     uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
-    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
+    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__ordered */
 } nsa__head_job;
 
 /* Backward has two of much: of v, dout and p; and of k, q and ds. */
@@ -7611,8 +7420,8 @@ static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
-   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
-   d may be some heads. */
+   so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
+   which d may be some heads. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
                                             const nsa_desc *d, nsa__branch branch, int lists,
                                             int nearby) {
@@ -7725,7 +7534,6 @@ typedef struct nsa__tile_iter {
     int *tile_query;    /* these queries, ascending */
     uint64_t *mask;     /* for each of them the keys of the tile that it sees */
     int *row;           /* the rows of a batch of them */
-    int *begin, *end;   /* of every query its one span, perhaps empty; not for slc */
     int *list;          /* slc: the queries of each tile, one tile after the other */
     int *list_begin;    /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
@@ -7738,12 +7546,10 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     it->tile_query = (int *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->tile_query);
     it->mask = (uint64_t *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->mask);
     it->row = (int *)nsa__alloc(of_tile, (int64_t)p->cut.batch_queries * p->group, sizeof *it->row);
-    it->begin = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->begin);
-    it->end = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->end);
     if (!p->is.lists) return;
     int64_t tiles = nsa__ceil_div(p->d->tokens, p->cut.tile);
     int64_t of_block = p->d->slc_block / p->cut.tile + (p->cut.tile_in_block ? 0 : 2);
-    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    int64_t of_query = nsa__min(p->list_width * of_block, tiles);
     it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
     it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
@@ -7784,6 +7590,11 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
     nsa__tile_iter_pass(it, job, at, 1);
 }
 
+/* The end of the keys that a query sees, or of those that it gathers. */
+static int nsa__keys_end(const nsa__head_job *job, int query) {
+    return job->gathers ? job->keys : nsa__span_end(job, query);
+}
+
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
    nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
    without lists. */
@@ -7798,17 +7609,13 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    for (int a = 0; a < it->queries; a++) {
-        it->begin[a] = job->gathers ? 0 : nsa__span_begin(p, it->first + a);
-        it->end[a] = job->gathers ? job->keys : nsa__span_end(job, it->first + a);
-    }
-    it->tile = it->begin[0] / p->cut.tile - 1;
-    it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
+    it->tile = nsa__span_begin(p, it->first) / p->cut.tile - 1;
+    it->tile_end = (int)nsa__ceil_div(nsa__keys_end(job, it->first + it->queries - 1), p->cut.tile);
 }
 
-/* Finds the queries that see a key of the current tile, and their masks. A query without a list has
-   one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
-   end of the span can cut it. */
+/* Finds the queries that see a key of the current tile, and their masks. With lists the inverted
+   lists name the queries. Where a tile does not lie in one block, the blocks of a query's list cut
+   it; elsewhere only the ends of the query's span do. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int begin = it->tile * p->cut.tile, listed = nsa__inverts(job);
@@ -7816,16 +7623,14 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
-        int a = listed ? readers[i] : i;
+        int a = listed ? readers[i] : i, query = it->first + a;
         uint64_t mask;
-        if (!listed)
-            mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)it->end[a] - begin, p->cut.tile));
-        else if (p->cut.tile_in_block)
-            mask = nsa__bits(
-                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->cut.tile));
+        if (listed && !p->cut.tile_in_block)
+            mask = nsa__visible(job, query, begin);
         else
-            mask = nsa__visible(job, it->first + a, begin);
+            mask =
+                nsa__bits((int)nsa__max(nsa__span_begin(p, query) - begin, 0),
+                          (int)nsa__min((int64_t)nsa__keys_end(job, query) - begin, p->cut.tile));
         if (!mask) continue;
         it->tile_query[it->tile_queries] = a;
         it->mask[it->tile_queries++] = mask;
@@ -7942,41 +7747,24 @@ static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__
     return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
 }
 
-/* Each row r in turn of a tile of k or v that is packed, NULL behind the last key. The row that is
-   packed cut.pack_ahead later is prefetched: of the same, or behind k's last one of v. Negative r,
-   which have no row, prefetch the first ones. */
-static const void *nsa__walk_packed(const nsa__head_job *job, const nsa__operand *o, int tile_begin,
-                                    int r) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa__operand *next = later ? &p->v : o;
-    if (key < job->keys && (!later || (o == &p->k && (job->v || job->v_t)))) {
-        const nsa_tensor *y = nsa__operand_view(job, next);
-        nsa__fetch(nsa__key(job, y, (int)key), nsa__row_bytes(y, next->width));
-    }
-    return r >= 0 && r < job->keys - tile_begin ? nsa__key(job, x, tile_begin + r) : NULL;
-}
-
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 
-/* Workspace that the threads share: packed keys of one sequence and kv head.
-     k, v      one row a key: element (key, c) at key wide + c
-     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+/* Workspace that the threads share: packed keys of one sequence and kv head, of k and v alike.
+     rows_over  one row a key: element (key, c) at key wide + c
+     columns    tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
        | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
-   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
-   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
-   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
-static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+   A right operand has contiguous rows, so q k^T reads columns of k and p v reads rows of v.
+   Backward reads columns of v for dout v^T and rows of k for ds k. Pairs of bf16 pair the index
+   that the product sums over: an element of columns is two neighbouring c of a key, and one of
+   rows_over is c of two neighbouring keys. Returns how many keys there is room for. */
+static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
+    const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->k.wide);
-    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
+    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    return tiles * p->cut.tile;
 }
 
 /* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
@@ -7992,79 +7780,47 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     }
 }
 
-/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
-   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
-   transpose alone are loaded into `room`, which has place for NSA__LANES of them. */
-static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa__attend_plan *p = job->plan;
+/* Key `key` of packed rows, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(const nsa__head_job *job, int i, ptrdiff_t key) {
+    const nsa__operand *o = nsa__operand_at(job->plan, i);
+    return job->rows_over[i] ? job->rows_over[i] + nsa__rows_over(o, key) * o->wide : NULL;
+}
+
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
+static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff_t key) {
+    const int tile = job->plan->cut.tile, depth = nsa__operand_at(job->plan, i)->depth;
+    return job->columns[i] ? job->columns[i] + key / tile * tile * depth + key % tile : NULL;
+}
+
+/* Packs the keys of a tile from key `begin` on, or their values, as the layout has given memory, as
+   many rows at a time as a transpose takes. Rows behind the last key, and non-finite ones, are
+   zeros: products then need no short tiles. Returns the mask of the non-finite ones. Numbers are
+   loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
+   place for NSA__LANES of them. */
+static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
+    const nsa__operand *o = nsa__operand_at(job->plan, nth);
     const nsa_tensor *x = nsa__operand_view(job, o);
-    const int width = o->width, wide = o->wide;
-    nsa_real *to = rows ? rows : room;
+    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
-    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
-        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
-            nsa_real *row = to + (ptrdiff_t)i * wide;
-            const void *from = nsa__walk_packed(job, o, begin, r);
-            if (from)
-                nsa__widen_rows(o, 1, x, from, row);
-            else
-                memset(row, 0, (size_t)wide * sizeof *row);
-        }
-        const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !all_finite && i < NSA__LANES; i++)
-            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
+    for (int first = 0; first < tile; first += NSA__LANES) {
+        nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
+        nsa__packed *columns = nsa__packed_columns(job, nth, begin + first);
+        nsa_real *loaded = rows && nsa__takes_reals(o) ? rows : room;
+        const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
+        for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
+            nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
+            if (key + i >= end)
+                memset(row, 0, (size_t)o->stride * sizeof *row);
+            else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
                 nonfinite |= (uint64_t)1 << (first + i);
-        if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
-        if (rows) to += NSA__LANES * wide;
+        }
+        if (columns) o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, columns);
+        if (rows) nsa__rows_for_over(o, NSA__LANES, by_key, rows);
+        if (job->listed_rows[nth])
+            memcpy(job->listed_rows[nth] + ((ptrdiff_t)begin + first) * o->stride, loaded,
+                   (size_t)NSA__LANES * (size_t)o->stride * sizeof *loaded);
     }
     return nonfinite;
-}
-
-/* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
-   row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, wide = o->wide;
-    const nsa__matrix two = {room, wide / 2, 1, NULL};
-    uint64_t nonfinite = 0;
-    for (int r = 0; r < tile; r++) {
-        nsa_real *to = room + (r & 1) * wide / 2;
-        const void *from = nsa__walk_packed(job, o, begin, r);
-        if (!from)
-            memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x, from))
-            nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
-        for (int c = 0; transposed && c < o->depth; c++)
-            transposed[(ptrdiff_t)c * tile + r] = to[c];
-    }
-    return nonfinite;
-}
-
-static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, void *room) {
-    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
-                                                            (nsa_real *)room);
-}
-
-/* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
-    return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
-}
-
-/* Copies the rows of a tile's keys, each as a product along it takes it; non-finite ones as zeros.
- */
-static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int begin,
-                           nsa__packed *rows) {
-    const int end = (int)nsa__min((int64_t)begin + job->plan->cut.tile, job->keys);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    for (int key = begin; rows && key < end; key++)
-        nsa__copy_operand(o, rows + key * (ptrdiff_t)o->stride, x,
-                          nsa__walk_keys(job, x, o->width, key, end));
 }
 
 /* A thread's scratch, of which a task takes `task` bytes and packing some rows. */
@@ -8074,23 +7830,16 @@ static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     return nsa__larger(task, rows.used);
 }
 
-/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
+/* Packs one tile of one head. Without values there is nothing to pack of them. */
 static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
-    const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
-    const nsa__operand *k = &p->k, *v = &p->v;
+    const ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth;
+    const int begin = (int)tile * job->plan->cut.tile;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__walk_packed(job, k, (int)key, r);
-    uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
-                                   job->k_t + key * k->depth, scratch);
-    if (job->v || job->v_t)
-        nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL, scratch);
-    job->nonfinite[tile] = nonfinite;
-    for (int i = 0; i < 2; i++)
-        nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);
+    job->nonfinite[tile] = nsa__pack(job, NSA__OF_K, begin, (nsa_real *)scratch);
+    if (job->rows_over[NSA__OF_V] || job->columns[NSA__OF_V])
+        job->nonfinite[tile] |= nsa__pack(job, NSA__OF_V, begin, (nsa_real *)scratch);
 }
 
 /* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
@@ -8109,12 +7858,6 @@ static void nsa__mark_listed(const nsa__head_job *job) {
             memset(job->listed + first, 1, (size_t)tiles);
         }
     }
-}
-
-/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__operand *o,
-                                           const nsa__packed *transposed, ptrdiff_t key) {
-    return transposed + key / p->cut.tile * p->cut.tile * o->depth + key % p->cut.tile;
 }
 
 /* ---- Attention: in-place keys -----------------------------------------------------------------
@@ -8171,8 +7914,7 @@ static void nsa__in_place_queries(nsa__in_place *f, const nsa__attend_plan *p, n
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
-    f->rows =
-        nsa__alloc_reals(a, (int64_t)p->cut.tile * (p->k.wide > p->v.wide ? p->k.wide : p->v.wide));
+    f->rows = nsa__alloc_reals(a, p->cut.tile * nsa__max(p->k.wide, p->v.wide));
     if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
@@ -8326,11 +8068,8 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
 static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
                                 unsigned char *nonfinite) {
     if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
-    for (int r = 0; r < rows; r++, x += o->stride) {
-        if (o->tiles->all_finite(1, o->wide, 0, x)) continue;
-        memset(x, 0, (size_t)o->wide * sizeof *x);
-        nonfinite[r] = 1;
-    }
+    for (int r = 0; r < rows; r++)
+        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
 }
 
 /* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
@@ -8339,17 +8078,14 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o),
-              in_place = nsa__rows_of_reals(x, o->width);
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!scaled && !nsa__copy_operand(o, row, x, from)) nonfinite[r] = 1;
-        if (scaled && !in_place) nsa__widen_rows(o, 1, x, from, row);
-        if (scaled)
-            o->tiles->scale(o->wide, o->scale, in_place ? (const nsa_real *)from : row, row);
+        if (!nsa__copy_operand(o, row, x, nsa__walk_queries(job, it, x, o->width, r)))
+            nonfinite[r] = 1;
+        if (scaled) o->tiles->scale(o->wide, o->scale, row, row);
     }
-    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite);
+    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite); /* times scale it may be too large */
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
@@ -8524,7 +8260,7 @@ typedef struct nsa__forward {
     nsa__tile_iter iter;
     nsa_real *q;              /* rows of the task, times scale, and up to 15 more */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
-    nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
+    nsa_real *m;              /* of every row: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
     nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
     nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
@@ -8539,8 +8275,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
-    f->m = nsa__alloc_reals(a, rows + NSA__LANES);
-    f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
+    f->m = nsa__alloc_reals(a, rows);
+    f->l = nsa__alloc_reals(a, rows * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
     f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
@@ -8555,11 +8291,10 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     const nsa__attend_plan *p = job->plan;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
-    int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
     memset(f->out, 0, (size_t)rows * (size_t)p->v.wide * sizeof *f->out);
-    memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
-    for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
+    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
     if (job->in_place)
         nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
@@ -8608,7 +8343,7 @@ static void nsa__batch_scores(nsa__in_place *f, const nsa__head_job *job, const 
         return;
     }
     const nsa__matrix q = {rows, p->k.stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), p->cut.tile, 1, NULL};
+    const nsa__matrix k_t = {nsa__packed_columns(job, NSA__OF_K, b->key), p->cut.tile, 1, NULL};
     const nsa__result products = nsa__result_at(s, apart, 0);
     nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
     f->nonfinite = job->nonfinite[b->key / p->cut.tile] >> b->begin;
@@ -8619,7 +8354,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *v = &p->v;
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(job, NSA__OF_V, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
@@ -8632,35 +8367,40 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
-/* out of one row, times `inv_l` = 1 / l, and lse; both are NaN if the row used what is not finite.
-   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
-   same bits. */
-static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real inv_l,
-                             nsa_real lse) {
+/* 1 / l of a row, where l is the sum of its parts, and lse = m + ln l. Of a row without keys, whose
+   l is 0, these are 0 and -inf. NaN is found by its bits, because -ffast-math knows none. */
+NSA__COMPILED static nsa_real nsa__forward_finish(nsa_real *parts, nsa_real m, nsa_real *lse) {
+    NSA__ARITHMETIC
+    const nsa_real l = nsa__sum_parts(parts);
+    if (l == 0) {
+        *lse = nsa__minus_infinity();
+        return 0;
+    }
+    *lse = nsa__is_finite((double)l) ? (nsa_real)((double)m + log((double)l)) : l;
+    return (nsa_real)(1 / (double)l);
+}
+
+/* out and lse of one row; both are NaN if the row used what is not finite. Selection reads lse back
+   from the caller's view, because nsa_select_blocks does: both get the same bits. */
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
-    const int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, lse;
+    const nsa_real inv_l = nsa__forward_finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m[r], &lse);
+    p->tiles->scale(p->v.wide, inv_l, sums, sums);
     if (inv_l != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        for (int c = 0; c < p->d->dim_v; c++) sums[c] = nsa__nan();
         lse = nsa__nan();
     }
-    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
     if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int rows = f->iter.queries * p->group;
-    nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
-    for (int r = 0; r < rows; r++) {
-        int i = r % NSA__LANES;
-        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
-        nsa__forward_row(f, job, r, inv_l[i], lse[i]);
-    }
+    const int rows = f->iter.queries * job->plan->group;
+    for (int r = 0; r < rows; r++) nsa__forward_row(f, job, r);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in
@@ -9022,11 +8762,10 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         (nsa__head_job *)nsa__alloc(shared, nsa__in_place_slots(p), sizeof(nsa__head_job));
     for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
-        nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
+        const int64_t keys = nsa__alloc_keys(job, shared);
+        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
     }
     return in_place;
 }
@@ -9356,12 +9095,10 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__scored x = nsa__batch_scored(p, b);
-    const nsa__packed *transposed[] = {job->v_t, job->k_t};
     for (int i = 0; i < 2; i++) {
         const nsa__operand *o = nsa__operand_at(p, i);
         const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
-        const nsa__matrix columns = {nsa__key_columns(p, o, transposed[i], b->key), p->cut.tile, 1,
-                                     NULL};
+        const nsa__matrix columns = {nsa__packed_columns(job, i, b->key), p->cut.tile, 1, NULL};
         const nsa__result scores = nsa__result_at(f->left[!i], p->cut.tile, 0);
         nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
     }
@@ -9372,7 +9109,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
             nsa__result_at(nsa__share(f, p, i, f->newest) + (ptrdiff_t)b->begin * wide, wide, 1);
         if (job->sum[i]) nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
     }
-    const nsa__matrix keys = {nsa__packed_rows(&p->k, job->k, b->key), p->k.wide, 1, NULL};
+    const nsa__matrix keys = {nsa__packed_rows(job, NSA__OF_K, b->key), p->k.wide, 1, NULL};
     nsa__backward_queries(f, p, &x, ds, x.n, &keys);
     nsa__backward_note(f, job, b);
 }
@@ -9596,7 +9333,6 @@ static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
-    const int64_t keys = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile;
     const int gathers = nsa__plan_gathers(p), each = gathers ? 1 : p->cut.task_queries;
     int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, each));
     int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
@@ -9604,7 +9340,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         nsa__head_job *job = &jobs[i];
         *job = nsa__job_make(p);
         job->progress = progress;
-        nsa__alloc_keys(job, shared, 1, 1);
+        const int64_t keys = nsa__alloc_keys(job, shared);
+        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
@@ -10138,7 +9876,7 @@ static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan 
                                     nsa__arena *shared) {
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
-        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared);
     }
     return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }
@@ -10249,6 +9987,7 @@ enum { NSA__LISTED_QUERIES = 8, NSA__LISTED_KEYS = 64 }; /* of a task; keys in w
 typedef struct nsa__listed {
     const nsa_score *x, *dx; /* dx NULL: forward */
     const nsa_desc *d;
+    nsa__operand row; /* of q and k, as numbers */
     nsa__seq seq;
     int group, wide, block, keys, width; /* heads of a list; numbers of a row; keys of a block, of a
                                             task; entries */
@@ -10273,12 +10012,6 @@ static void *nsa__listed_key(const nsa__listed *f, const nsa_tensor *k, int64_t 
     return nsa__key_row(f->d->cmp_stride > 1 ? &f->seq.cmp : &f->seq.keys, k, key, kv_head);
 }
 
-/* Loads a row of q or k, zeros behind it; returns 1 if it is not finite, and zeros then. */
-static int nsa__listed_load(const nsa__listed *f, nsa_real *to, nsa_dtype dtype, const void *row) {
-    memset(to, 0, (size_t)f->wide * sizeof *to);
-    return !nsa__load_finite(to, dtype, row, f->d->dim);
-}
-
 static void nsa__listed_query(nsa__listed *f, int64_t row, int list) {
     const nsa_tensor *q = &f->x->q, *weights = &f->x->weights;
     memset(f->dq, 0, (size_t)f->group * (size_t)f->wide * sizeof *f->dq);
@@ -10286,12 +10019,15 @@ static void nsa__listed_query(nsa__listed *f, int64_t row, int list) {
     f->bad_query = 0;
     for (int g = 0; g < f->group; g++) {
         const int head = list * f->group + g;
-        f->bad_query |= nsa__listed_load(f, f->q + (ptrdiff_t)g * f->wide, q->dtype,
-                                         nsa__row(q, f->seq.batch, row, head));
+        f->bad_query |= !nsa__copy_operand(&f->row, f->q + (ptrdiff_t)g * f->wide, q,
+                                           nsa__row(q, f->seq.batch, row, head));
         f->weights[g] = 1;
         if (weights->data)
-            f->bad_query |= !nsa__load_finite(&f->weights[g], weights->dtype,
-                                              nsa__row(weights, f->seq.batch, row, head), 1);
+            nsa__load(&f->weights[g], weights->dtype, nsa__row(weights, f->seq.batch, row, head),
+                      1);
+        if (nsa__is_finite((double)f->weights[g])) continue;
+        f->weights[g] = 0;
+        f->bad_query = 1;
     }
 }
 
@@ -10303,8 +10039,8 @@ static int nsa__listed_block(nsa__listed *f, int64_t t, int kv_head, int64_t j) 
     if (n == 0) return 0;
     f->bad = f->bad_query;
     for (int i = 0; i < n; i++)
-        f->bad |= nsa__listed_load(f, f->k + (ptrdiff_t)i * f->wide, f->x->k.dtype,
-                                   nsa__listed_key(f, &f->x->k, j * f->block + i, kv_head));
+        f->bad |= !nsa__copy_operand(&f->row, f->k + (ptrdiff_t)i * f->wide, &f->x->k,
+                                     nsa__listed_key(f, &f->x->k, j * f->block + i, kv_head));
     memset(f->of_key, 0, (size_t)n * sizeof *f->of_key);
     for (int g = 0; g < f->group; g++) {
         nsa_real *s = f->s + (ptrdiff_t)g * f->block;
@@ -10402,7 +10138,8 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     memset(&f, 0, sizeof f);
     f.x = x, f.dx = dx, f.d = d;
     f.group = d->heads / nsa__list_heads(d);
-    f.wide = nsa__whole_vectors(d->dim);
+    f.row = nsa__operand_of(nsa__tiles_of(d->isa), d->dim, 1);
+    f.wide = f.row.wide;
     f.block = (int)nsa__min(nsa__scorer_block(d), nsa__max(1, nsa_cmp_count(d, d->tokens)));
     f.keys = (int)nsa__max(1, NSA__LISTED_KEYS / f.block) * f.block;
     f.width = nsa_block_list_width(d);

@@ -189,12 +189,10 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__scored x = nsa__batch_scored(p, b);
-    const nsa__packed *transposed[] = {job->v_t, job->k_t};
     for (int i = 0; i < 2; i++) {
         const nsa__operand *o = nsa__operand_at(p, i);
         const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
-        const nsa__matrix columns = {nsa__key_columns(p, o, transposed[i], b->key), p->cut.tile, 1,
-                                     NULL};
+        const nsa__matrix columns = {nsa__packed_columns(job, i, b->key), p->cut.tile, 1, NULL};
         const nsa__result scores = nsa__result_at(f->left[!i], p->cut.tile, 0);
         nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
     }
@@ -205,7 +203,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
             nsa__result_at(nsa__share(f, p, i, f->newest) + (ptrdiff_t)b->begin * wide, wide, 1);
         if (job->sum[i]) nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
     }
-    const nsa__matrix keys = {nsa__packed_rows(&p->k, job->k, b->key), p->k.wide, 1, NULL};
+    const nsa__matrix keys = {nsa__packed_rows(job, NSA__OF_K, b->key), p->k.wide, 1, NULL};
     nsa__backward_queries(f, p, &x, ds, x.n, &keys);
     nsa__backward_note(f, job, b);
 }
@@ -429,7 +427,6 @@ static nsa__ordered nsa__backward_ordered(const nsa__head_job *jobs) {
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
-    const int64_t keys = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile;
     const int gathers = nsa__plan_gathers(p), each = gathers ? 1 : p->cut.task_queries;
     int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, each));
     int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
@@ -437,7 +434,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         nsa__head_job *job = &jobs[i];
         *job = nsa__job_make(p);
         job->progress = progress;
-        nsa__alloc_keys(job, shared, 1, 1);
+        const int64_t keys = nsa__alloc_keys(job, shared);
+        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {

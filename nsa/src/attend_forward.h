@@ -19,7 +19,7 @@ typedef struct nsa__forward {
     nsa__tile_iter iter;
     nsa_real *q;              /* rows of the task, times scale, and up to 15 more */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
-    nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
+    nsa_real *m;              /* of every row: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
     nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
     nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
@@ -34,8 +34,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, (rows + NSA__LANES) * p->k.wide);
     f->out = nsa__alloc_reals(a, rows * p->v.wide);
-    f->m = nsa__alloc_reals(a, rows + NSA__LANES);
-    f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
+    f->m = nsa__alloc_reals(a, rows);
+    f->l = nsa__alloc_reals(a, rows * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, batch_rows + NSA__LANES);
     f->s = nsa__alloc_reals(a, batch_rows * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
@@ -50,11 +50,10 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     const nsa__attend_plan *p = job->plan;
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
-    int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
     memset(f->out, 0, (size_t)rows * (size_t)p->v.wide * sizeof *f->out);
-    memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
-    for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
+    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
     if (job->in_place)
         nsa__rows_to_columns(&p->k, rows, f->q, f->in_place.columns, f->in_place.q_t);
@@ -103,7 +102,7 @@ static void nsa__batch_scores(nsa__in_place *f, const nsa__head_job *job, const 
         return;
     }
     const nsa__matrix q = {rows, p->k.stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, &p->k, job->k_t, b->key), p->cut.tile, 1, NULL};
+    const nsa__matrix k_t = {nsa__packed_columns(job, NSA__OF_K, b->key), p->cut.tile, 1, NULL};
     const nsa__result products = nsa__result_at(s, apart, 0);
     nsa__product_along(&p->k, b->rows, b->end - b->begin, &q, &k_t, &products);
     f->nonfinite = job->nonfinite[b->key / p->cut.tile] >> b->begin;
@@ -114,7 +113,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__attend_plan *p = job->plan;
     const nsa__operand *v = &p->v;
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key), v->wide, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(job, NSA__OF_V, b->key), v->wide, 1, NULL};
     const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
@@ -127,35 +126,40 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
-/* out of one row, times `inv_l` = 1 / l, and lse; both are NaN if the row used what is not finite.
-   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
-   same bits. */
-static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real inv_l,
-                             nsa_real lse) {
+/* 1 / l of a row, where l is the sum of its parts, and lse = m + ln l. Of a row without keys, whose
+   l is 0, these are 0 and -inf. NaN is found by its bits, because -ffast-math knows none. */
+NSA__COMPILED static nsa_real nsa__forward_finish(nsa_real *parts, nsa_real m, nsa_real *lse) {
+    NSA__ARITHMETIC
+    const nsa_real l = nsa__sum_parts(parts);
+    if (l == 0) {
+        *lse = nsa__minus_infinity();
+        return 0;
+    }
+    *lse = nsa__is_finite((double)l) ? (nsa_real)((double)m + log((double)l)) : l;
+    return (nsa_real)(1 / (double)l);
+}
+
+/* out and lse of one row; both are NaN if the row used what is not finite. Selection reads lse back
+   from the caller's view, because nsa_select_blocks does: both get the same bits. */
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__walk_queries(job, &f->iter, out, p->d->dim_v, r);
-    const int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->v.wide, inv_l, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, lse;
+    const nsa_real inv_l = nsa__forward_finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m[r], &lse);
+    p->tiles->scale(p->v.wide, inv_l, sums, sums);
     if (inv_l != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        for (int c = 0; c < p->d->dim_v; c++) sums[c] = nsa__nan();
         lse = nsa__nan();
     }
-    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
     if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int rows = f->iter.queries * p->group;
-    nsa_real inv_l[NSA__LANES], lse[NSA__LANES];
-    for (int r = 0; r < rows; r++) {
-        int i = r % NSA__LANES;
-        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, inv_l, lse);
-        nsa__forward_row(f, job, r, inv_l[i], lse[i]);
-    }
+    const int rows = f->iter.queries * job->plan->group;
+    for (int r = 0; r < rows; r++) nsa__forward_row(f, job, r);
 }
 
 /* Whether the task goes through its tiles once more, after nsa__forward_begin: if it read values in

@@ -17,11 +17,10 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         (nsa__head_job *)nsa__alloc(shared, nsa__in_place_slots(p), sizeof(nsa__head_job));
     for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
-        nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
+        const int64_t keys = nsa__alloc_keys(job, shared);
+        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
     }
     return in_place;
 }

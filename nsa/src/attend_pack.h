@@ -3,21 +3,21 @@
 #pragma once
 #include "prefetch.h"
 
-/* Workspace that the threads share: packed keys of one sequence and kv head.
-     k, v      one row a key: element (key, c) at key wide + c
-     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+/* Workspace that the threads share: packed keys of one sequence and kv head, of k and v alike.
+     rows_over  one row a key: element (key, c) at key wide + c
+     columns    tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
        | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
-   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
-   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
-   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
-static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+   A right operand has contiguous rows, so q k^T reads columns of k and p v reads rows of v.
+   Backward reads columns of v for dout v^T and rows of k for ds k. Pairs of bf16 pair the index
+   that the product sums over: an element of columns is two neighbouring c of a key, and one of
+   rows_over is c of two neighbouring keys. Returns how many keys there is room for. */
+static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
+    const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->k.wide);
-    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
+    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    return tiles * p->cut.tile;
 }
 
 /* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
@@ -33,79 +33,47 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     }
 }
 
-/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
-   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
-   short tiles. Returns the mask of the non-finite ones. Either target may be NULL; rows of the
-   transpose alone are loaded into `room`, which has place for NSA__LANES of them. */
-static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                  nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa__attend_plan *p = job->plan;
+/* Key `key` of packed rows, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(const nsa__head_job *job, int i, ptrdiff_t key) {
+    const nsa__operand *o = nsa__operand_at(job->plan, i);
+    return job->rows_over[i] ? job->rows_over[i] + nsa__rows_over(o, key) * o->wide : NULL;
+}
+
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
+static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff_t key) {
+    const int tile = job->plan->cut.tile, depth = nsa__operand_at(job->plan, i)->depth;
+    return job->columns[i] ? job->columns[i] + key / tile * tile * depth + key % tile : NULL;
+}
+
+/* Packs the keys of a tile from key `begin` on, or their values, as the layout has given memory, as
+   many rows at a time as a transpose takes. Rows behind the last key, and non-finite ones, are
+   zeros: products then need no short tiles. Returns the mask of the non-finite ones. Numbers are
+   loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
+   place for NSA__LANES of them. */
+static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
+    const nsa__operand *o = nsa__operand_at(job->plan, nth);
     const nsa_tensor *x = nsa__operand_view(job, o);
-    const int width = o->width, wide = o->wide;
-    nsa_real *to = rows ? rows : room;
+    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
-    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
-        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
-            nsa_real *row = to + (ptrdiff_t)i * wide;
-            const void *from = nsa__walk_packed(job, o, begin, r);
-            if (from)
-                nsa__widen_rows(o, 1, x, from, row);
-            else
-                memset(row, 0, (size_t)wide * sizeof *row);
-        }
-        const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !all_finite && i < NSA__LANES; i++)
-            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
+    for (int first = 0; first < tile; first += NSA__LANES) {
+        nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
+        nsa__packed *columns = nsa__packed_columns(job, nth, begin + first);
+        nsa_real *loaded = rows && nsa__takes_reals(o) ? rows : room;
+        const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
+        for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
+            nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
+            if (key + i >= end)
+                memset(row, 0, (size_t)o->stride * sizeof *row);
+            else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
                 nonfinite |= (uint64_t)1 << (first + i);
-        if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
-        if (rows) to += NSA__LANES * wide;
+        }
+        if (columns) o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, columns);
+        if (rows) nsa__rows_for_over(o, NSA__LANES, by_key, rows);
+        if (job->listed_rows[nth])
+            memcpy(job->listed_rows[nth] + ((ptrdiff_t)begin + first) * o->stride, loaded,
+                   (size_t)NSA__LANES * (size_t)o->stride * sizeof *loaded);
     }
     return nonfinite;
-}
-
-/* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
-   row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
-                                nsa__packed *rows, nsa__packed *transposed, nsa_real *room) {
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, wide = o->wide;
-    const nsa__matrix two = {room, wide / 2, 1, NULL};
-    uint64_t nonfinite = 0;
-    for (int r = 0; r < tile; r++) {
-        nsa_real *to = room + (r & 1) * wide / 2;
-        const void *from = nsa__walk_packed(job, o, begin, r);
-        if (!from)
-            memset(to, 0, (size_t)wide / 2 * sizeof *to);
-        else if (!nsa__copy_operand(o, to, x, from))
-            nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__rows_for_over(o, 2, two, rows + r / 2 * wide);
-        for (int c = 0; transposed && c < o->depth; c++)
-            transposed[(ptrdiff_t)c * tile + r] = to[c];
-    }
-    return nonfinite;
-}
-
-static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
-                          nsa__packed *rows, nsa__packed *transposed, void *room) {
-    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed,
-                                                            (nsa_real *)room);
-}
-
-/* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
-    return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
-}
-
-/* Copies the rows of a tile's keys, each as a product along it takes it; non-finite ones as zeros.
- */
-static void nsa__pack_rows(const nsa__head_job *job, const nsa__operand *o, int begin,
-                           nsa__packed *rows) {
-    const int end = (int)nsa__min((int64_t)begin + job->plan->cut.tile, job->keys);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    for (int key = begin; rows && key < end; key++)
-        nsa__copy_operand(o, rows + key * (ptrdiff_t)o->stride, x,
-                          nsa__walk_keys(job, x, o->width, key, end));
 }
 
 /* A thread's scratch, of which a task takes `task` bytes and packing some rows. */
@@ -115,23 +83,16 @@ static size_t nsa__pack_scratch(const nsa__attend_plan *p, size_t task) {
     return nsa__larger(task, rows.used);
 }
 
-/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
+/* Packs one tile of one head. Without values there is nothing to pack of them. */
 static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
-    const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
-    const nsa__operand *k = &p->k, *v = &p->v;
+    const ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth;
+    const int begin = (int)tile * job->plan->cut.tile;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__walk_packed(job, k, (int)key, r);
-    uint64_t nonfinite = nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key),
-                                   job->k_t + key * k->depth, scratch);
-    if (job->v || job->v_t)
-        nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
-                               job->v_t ? job->v_t + key * v->depth : NULL, scratch);
-    job->nonfinite[tile] = nonfinite;
-    for (int i = 0; i < 2; i++)
-        nsa__pack_rows(job, nsa__operand_at(p, i), (int)key, job->listed_rows[i]);
+    job->nonfinite[tile] = nsa__pack(job, NSA__OF_K, begin, (nsa_real *)scratch);
+    if (job->rows_over[NSA__OF_V] || job->columns[NSA__OF_V])
+        job->nonfinite[tile] |= nsa__pack(job, NSA__OF_V, begin, (nsa_real *)scratch);
 }
 
 /* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
@@ -150,10 +111,4 @@ static void nsa__mark_listed(const nsa__head_job *job) {
             memset(job->listed + first, 1, (size_t)tiles);
         }
     }
-}
-
-/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__operand *o,
-                                           const nsa__packed *transposed, ptrdiff_t key) {
-    return transposed + key / p->cut.tile * p->cut.tile * o->depth + key % p->cut.tile;
 }

@@ -61,14 +61,14 @@ typedef struct nsa__head_job {
     int in_place;                /* K and V are read unpacked; then all queries are one task, */
     int gathers;                 /* or each is, and its keys are those of its list: nsa__gather */
     int tile_begin, tile_end;    /* tiles that any of the queries sees */
-    nsa__packed *k, *v;          /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
-    nsa__packed *k_t, *v_t;      /* the same, transposed tile by tile */
-    nsa__packed *listed_rows[2]; /* backward of listed keys, of v and k: rows to be gathered */
+    nsa__packed *rows_over[2];   /* of v and k by tile: rows to be summed over; NULL: not needed */
+    nsa__packed *columns[2];     /* the same, transposed tile by tile */
+    nsa__packed *listed_rows[2]; /* backward of listed keys: rows to be gathered */
     uint64_t *nonfinite;         /* of every tile: keys with a non-finite value, packed as zeros */
     unsigned char *listed;       /* slc: tiles that a list names; the others are not packed */
     nsa_real *sum[2];            /* backward: dv and dk, sums over the queries; or NULL */
     uint64_t *nonfinite_keys;    /* backward, of every tile: keys that get NaN */
-    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__turns */
+    int32_t *progress;           /* backward, of every task of all jobs at hand: see nsa__ordered */
 } nsa__head_job;
 
 /* Backward has two of much: of v, dout and p; and of k, q and ds. */
@@ -164,8 +164,8 @@ static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
-   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
-   d may be some heads. */
+   so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
+   which d may be some heads. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
                                             const nsa_desc *d, nsa__branch branch, int lists,
                                             int nearby) {

@@ -56,11 +56,8 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
 static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
                                 unsigned char *nonfinite) {
     if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
-    for (int r = 0; r < rows; r++, x += o->stride) {
-        if (o->tiles->all_finite(1, o->wide, 0, x)) continue;
-        memset(x, 0, (size_t)o->wide * sizeof *x);
-        nonfinite[r] = 1;
-    }
+    for (int r = 0; r < rows; r++)
+        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
 }
 
 /* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
@@ -69,17 +66,14 @@ static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                               const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
                               unsigned char *nonfinite) {
-    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o),
-              in_place = nsa__rows_of_reals(x, o->width);
+    const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        const void *from = nsa__walk_queries(job, it, x, o->width, r);
-        if (!scaled && !nsa__copy_operand(o, row, x, from)) nonfinite[r] = 1;
-        if (scaled && !in_place) nsa__widen_rows(o, 1, x, from, row);
-        if (scaled)
-            o->tiles->scale(o->wide, o->scale, in_place ? (const nsa_real *)from : row, row);
+        if (!nsa__copy_operand(o, row, x, nsa__walk_queries(job, it, x, o->width, r)))
+            nonfinite[r] = 1;
+        if (scaled) o->tiles->scale(o->wide, o->scale, row, row);
     }
-    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite);
+    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite); /* times scale it may be too large */
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */

@@ -72,7 +72,6 @@ typedef struct nsa__tile_iter {
     int *tile_query;    /* these queries, ascending */
     uint64_t *mask;     /* for each of them the keys of the tile that it sees */
     int *row;           /* the rows of a batch of them */
-    int *begin, *end;   /* of every query its one span, perhaps empty; not for slc */
     int *list;          /* slc: the queries of each tile, one tile after the other */
     int *list_begin;    /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
@@ -85,12 +84,10 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     it->tile_query = (int *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->tile_query);
     it->mask = (uint64_t *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->mask);
     it->row = (int *)nsa__alloc(of_tile, (int64_t)p->cut.batch_queries * p->group, sizeof *it->row);
-    it->begin = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->begin);
-    it->end = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->end);
     if (!p->is.lists) return;
     int64_t tiles = nsa__ceil_div(p->d->tokens, p->cut.tile);
     int64_t of_block = p->d->slc_block / p->cut.tile + (p->cut.tile_in_block ? 0 : 2);
-    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    int64_t of_query = nsa__min(p->list_width * of_block, tiles);
     it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
     it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
@@ -131,6 +128,11 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
     nsa__tile_iter_pass(it, job, at, 1);
 }
 
+/* The end of the keys that a query sees, or of those that it gathers. */
+static int nsa__keys_end(const nsa__head_job *job, int query) {
+    return job->gathers ? job->keys : nsa__span_end(job, query);
+}
+
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
    nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
    without lists. */
@@ -145,17 +147,13 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    for (int a = 0; a < it->queries; a++) {
-        it->begin[a] = job->gathers ? 0 : nsa__span_begin(p, it->first + a);
-        it->end[a] = job->gathers ? job->keys : nsa__span_end(job, it->first + a);
-    }
-    it->tile = it->begin[0] / p->cut.tile - 1;
-    it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
+    it->tile = nsa__span_begin(p, it->first) / p->cut.tile - 1;
+    it->tile_end = (int)nsa__ceil_div(nsa__keys_end(job, it->first + it->queries - 1), p->cut.tile);
 }
 
-/* Finds the queries that see a key of the current tile, and their masks. A query without a list has
-   one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
-   end of the span can cut it. */
+/* Finds the queries that see a key of the current tile, and their masks. With lists the inverted
+   lists name the queries. Where a tile does not lie in one block, the blocks of a query's list cut
+   it; elsewhere only the ends of the query's span do. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int begin = it->tile * p->cut.tile, listed = nsa__inverts(job);
@@ -163,16 +161,14 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
-        int a = listed ? readers[i] : i;
+        int a = listed ? readers[i] : i, query = it->first + a;
         uint64_t mask;
-        if (!listed)
-            mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)it->end[a] - begin, p->cut.tile));
-        else if (p->cut.tile_in_block)
-            mask = nsa__bits(
-                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->cut.tile));
+        if (listed && !p->cut.tile_in_block)
+            mask = nsa__visible(job, query, begin);
         else
-            mask = nsa__visible(job, it->first + a, begin);
+            mask =
+                nsa__bits((int)nsa__max(nsa__span_begin(p, query) - begin, 0),
+                          (int)nsa__min((int64_t)nsa__keys_end(job, query) - begin, p->cut.tile));
         if (!mask) continue;
         it->tile_query[it->tile_queries] = a;
         it->mask[it->tile_queries++] = mask;

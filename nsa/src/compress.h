@@ -15,7 +15,7 @@ typedef struct nsa__compress_job {
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
     int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
-    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
+    nsa_real *sum[NSA__PARAMETERS]; /* of the gradients, of their parameters' shapes */
     nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
 } nsa__compress_job;
 
@@ -136,7 +136,7 @@ static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, vo
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
     int dim = p->x->dim, bias = j == p->d->cmp_block;
-    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
+    nsa_real *sum = bias ? p->sum[NSA__B1] : p->sum[NSA__W1] + j * dim;
     (void)scratch;
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
         nsa__load_dout(p, grad, i);
@@ -309,18 +309,18 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = nsa__result_at(p->dw1 + j * dim, flat, 1);
+            const nsa__result dw1 = nsa__result_at(p->sum[NSA__W1] + j * dim, flat, 1);
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
         for (int i = 0; i < n; i++) {
             nsa_real *row = rows + (ptrdiff_t)i * dim;
             nsa__load_dout(p, row, begin + i);
-            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
+            for (int c = 0; c < dim; c++) p->sum[NSA__B2][c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = nsa__result_at(p->dw2, hidden, 1);
+        const nsa__result dw2 = nsa__result_at(p->sum[NSA__W2], hidden, 1);
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -330,10 +330,9 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
 /* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
    NULL. */
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
-    nsa__parameter list[5];
-    nsa_real **const sums[5] = {&p->dw1, &p->db1, &p->dpos, &p->dw2, &p->db2};
+    nsa__parameter list[NSA__PARAMETERS];
     for (int i = 0, count = nsa__parameters(NULL, p->x, p->d, list); i < count; i++)
-        *sums[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
+        p->sum[i] = nsa__alloc_reals(a, list[i].rows * list[i].width);
     if (p->x->phi != NSA_PHI_MLP) return;
     p->dh_sum = nsa__alloc_reals(a, p->x->hidden);
     p->act = nsa__alloc_reals(a, p->rows * p->x->hidden);
@@ -412,23 +411,23 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = nsa__result_at(p->dpos, nsa__flat(p), 1);
+    const nsa__result dpos = nsa__result_at(p->sum[NSA__POS], nsa__flat(p), 1);
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
-    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
+    for (int c = 0; c < p->x->hidden; c++) p->sum[NSA__B1][c] += p->dh_sum[c];
 }
 
 /* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
    head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
-    nsa__parameter list[5];
-    nsa_real *const sums[5] = {p->dw1, p->db1, p->dpos, p->dw2, p->db2}; /* in their order */
+    nsa__parameter list[NSA__PARAMETERS];
     int count = nsa__parameters(p->dx, p->x, p->d, list);
     int parameters = 0; /* 1: the gradient of one is asked for */
     for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
             if (p->head == 0 || list[i].dx->head != 0)
-                memset(sums[i], 0, (size_t)list[i].rows * (size_t)list[i].width * sizeof **sums);
+                memset(p->sum[i], 0,
+                       (size_t)list[i].rows * (size_t)list[i].width * sizeof(nsa_real));
         if (p->x->phi == NSA_PHI_MLP) {
             nsa__mlp_load_weights(p);
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
@@ -445,7 +444,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
                 continue;
             for (int64_t r = 0; r < list[i].rows; r++)
                 nsa__add(list[i].dx->dtype, nsa__row(list[i].dx, 0, r, p->head), 1,
-                         sums[i] + r * list[i].width, list[i].width);
+                         p->sum[i] + r * list[i].width, list[i].width);
         }
     }
 }

@@ -320,13 +320,6 @@ NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
     return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
 }
 
-/* 1 if no number is infinite or NaN. */
-NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
-    nsa__bits_t any = 0;
-    for (int i = 0; i < n; i++) any |= nsa__exponent_carry(x[i]);
-    return !(any >> NSA__SIGN_BIT);
-}
-
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
                                       const void *row, int n) {
@@ -335,30 +328,24 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
-/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, then by
-   halves, so that a compiler's choice of vectors changes no bit. */
+/* Adds up 16 partial sums by halves. The order is written out, so that a compiler's choice of
+   vectors changes no bit. */
+NSA__INLINE nsa_real nsa__sum_parts(nsa_real part[NSA__LANES]) {
+    NSA__ARITHMETIC
+    NSA__UNROLL
+    for (int half = NSA__LANES / 2; half; half /= 2) {
+        NSA__UNROLL
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    }
+    return part[0];
+}
+
+/* a . b, in 16 partial sums; n is a multiple of 16. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
     nsa_real part[NSA__LANES] = {0};
     for (int i = 0; i < n; i += NSA__LANES)
         for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) part[j] += part[j + half];
-    return part[0];
-}
-
-/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
-   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
-   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
-static int nsa__clear_nonfinite(nsa_real *row, int n) {
-    if (nsa__all_finite(row, n)) return 1;
-    memset(row, 0, (size_t)n * sizeof *row);
-    return 0;
-}
-
-/* Loads a row, and clears it so. */
-static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
-    nsa__load(to, dtype, row, n);
-    return nsa__clear_nonfinite(to, n);
+    return nsa__sum_parts(part);
 }
 
 /* Copies a row of bf16 as pairs, with zeros up to `wide` numbers. A non-finite row becomes zeros
@@ -370,7 +357,7 @@ NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, i
     for (int i = 0; i < wide / 2; i++) {
         uint32_t pair;
         memcpy(&pair, to + i, sizeof pair);
-        any |= (pair & 0x7f807f80u) + 0x00800080u; /* as nsa__all_finite, for two exponents */
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* nsa__exponent_carry of two */
     }
     if (!(any & 0x80008000u)) return 1;
     memset(to, 0, (size_t)wide * sizeof(uint16_t));

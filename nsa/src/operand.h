@@ -135,10 +135,19 @@ static void nsa__widen_rows(const nsa__operand *o, int rows, const nsa_tensor *x
     o->tiles->widen(rows, o->width, x, row, o->stride, to);
 }
 
-/* Copies a row of the format. One that is not finite becomes zeros: then 0 is returned. */
+/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
+   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In place
+   it is otherwise: there the scores of a tile are checked afterwards, and at the end the output. */
+static int nsa__finite_row(const nsa__operand *o, nsa_real *row) {
+    if (o->tiles->all_finite(1, o->wide, 0, row)) return 1;
+    memset(row, 0, (size_t)o->wide * sizeof *row);
+    return 0;
+}
+
+/* Copies a row of the format, and returns the same. */
 static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
                              const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
     nsa__widen_rows(o, 1, x, from, to);
-    return nsa__clear_nonfinite(to, o->width);
+    return nsa__finite_row(o, to);
 }

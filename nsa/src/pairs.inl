@@ -101,7 +101,6 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16

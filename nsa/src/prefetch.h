@@ -50,20 +50,3 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
 static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__operand *o) {
     return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
 }
-
-/* Each row r in turn of a tile of k or v that is packed, NULL behind the last key. The row that is
-   packed cut.pack_ahead later is prefetched: of the same, or behind k's last one of v. Negative r,
-   which have no row, prefetch the first ones. */
-static const void *nsa__walk_packed(const nsa__head_job *job, const nsa__operand *o, int tile_begin,
-                                    int r) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa__operand *next = later ? &p->v : o;
-    if (key < job->keys && (!later || (o == &p->k && (job->v || job->v_t)))) {
-        const nsa_tensor *y = nsa__operand_view(job, next);
-        nsa__fetch(nsa__key(job, y, (int)key), nsa__row_bytes(y, next->width));
-    }
-    return r >= 0 && r < job->keys - tile_begin ? nsa__key(job, x, tile_begin + r) : NULL;
-}

@@ -59,15 +59,12 @@ enum {
     /* scores of few queries: tiles of a task; see bench/NOTES.md */
     NSA__SCORED_TILES = 32,
     /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
-    NSA__ROWS_AHEAD = 16,
-    /* the same of keys that are packed; Zen 5, 12/12/64, 8k: slc 1.05 with fewer heads at once */
-    NSA__PACKED_AHEAD = 32
+    NSA__ROWS_AHEAD = 16
 };
 
 typedef struct nsa__schedule {
     int tile, tile_log2; /* keys of a tile, and its logarithm */
     int tile_in_block;   /* lists: every tile lies in one selection block */
-    int pack_ahead;      /* rows between a row's prefetch and its packing */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task, at most */
     int l2_queries;      /* the same in a short sequence */
@@ -104,9 +101,9 @@ static int nsa__heads_near(const nsa_desc *d) {
     return (int)nsa__min(d->kv_heads, nsa__min(nearby, NSA__HEADS_NEAR));
 }
 
-/* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
-   a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
-   their rows leave L2 costs less than a tile for few of them. */
+/* Queries of a task of lists in a sequence of `tokens`; `nearby` are those of a short one. A block
+   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
+   that their rows leave L2 costs less than a tile for few of them. */
 static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby, int64_t batch) {
     int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
     return nsa__max(nearby, nsa__min(wanted, NSA__GROWTH * nearby));
@@ -135,7 +132,7 @@ static int nsa__gathers_from(const nsa_desc *d, nsa__branch branch, int group, i
     return (int)least;
 }
 
-/* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
+/* Forward's, for `group` query heads a job. `seats`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
 static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
     const int lists = nsa__traits_of[branch].lists;
@@ -144,7 +141,6 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile = nsa__tile_size(d, branch);
     while (1 << s.tile_log2 < s.tile) s.tile_log2++;
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
-    s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
     s.gathers_from = nsa__gathers_from(d, branch, group, NSA__LANES);
     s.head_slots = seats;

@@ -223,7 +223,7 @@ static nsa_real *nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan 
                                     nsa__arena *shared) {
     for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
-        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        if (p->d->count > p->cut.in_place_max) nsa__alloc_keys(&jobs[i], shared);
     }
     return nsa__alloc_reals(shared, nsa__scorer_shared(p) * nsa__scorer_stride(p->d));
 }

@@ -13,6 +13,7 @@ enum { NSA__LISTED_QUERIES = 8, NSA__LISTED_KEYS = 64 }; /* of a task; keys in w
 typedef struct nsa__listed {
     const nsa_score *x, *dx; /* dx NULL: forward */
     const nsa_desc *d;
+    nsa__operand row; /* of q and k, as numbers */
     nsa__seq seq;
     int group, wide, block, keys, width; /* heads of a list; numbers of a row; keys of a block, of a
                                             task; entries */
@@ -37,12 +38,6 @@ static void *nsa__listed_key(const nsa__listed *f, const nsa_tensor *k, int64_t 
     return nsa__key_row(f->d->cmp_stride > 1 ? &f->seq.cmp : &f->seq.keys, k, key, kv_head);
 }
 
-/* Loads a row of q or k, zeros behind it; returns 1 if it is not finite, and zeros then. */
-static int nsa__listed_load(const nsa__listed *f, nsa_real *to, nsa_dtype dtype, const void *row) {
-    memset(to, 0, (size_t)f->wide * sizeof *to);
-    return !nsa__load_finite(to, dtype, row, f->d->dim);
-}
-
 static void nsa__listed_query(nsa__listed *f, int64_t row, int list) {
     const nsa_tensor *q = &f->x->q, *weights = &f->x->weights;
     memset(f->dq, 0, (size_t)f->group * (size_t)f->wide * sizeof *f->dq);
@@ -50,12 +45,15 @@ static void nsa__listed_query(nsa__listed *f, int64_t row, int list) {
     f->bad_query = 0;
     for (int g = 0; g < f->group; g++) {
         const int head = list * f->group + g;
-        f->bad_query |= nsa__listed_load(f, f->q + (ptrdiff_t)g * f->wide, q->dtype,
-                                         nsa__row(q, f->seq.batch, row, head));
+        f->bad_query |= !nsa__copy_operand(&f->row, f->q + (ptrdiff_t)g * f->wide, q,
+                                           nsa__row(q, f->seq.batch, row, head));
         f->weights[g] = 1;
         if (weights->data)
-            f->bad_query |= !nsa__load_finite(&f->weights[g], weights->dtype,
-                                              nsa__row(weights, f->seq.batch, row, head), 1);
+            nsa__load(&f->weights[g], weights->dtype, nsa__row(weights, f->seq.batch, row, head),
+                      1);
+        if (nsa__is_finite((double)f->weights[g])) continue;
+        f->weights[g] = 0;
+        f->bad_query = 1;
     }
 }
 
@@ -67,8 +65,8 @@ static int nsa__listed_block(nsa__listed *f, int64_t t, int kv_head, int64_t j) 
     if (n == 0) return 0;
     f->bad = f->bad_query;
     for (int i = 0; i < n; i++)
-        f->bad |= nsa__listed_load(f, f->k + (ptrdiff_t)i * f->wide, f->x->k.dtype,
-                                   nsa__listed_key(f, &f->x->k, j * f->block + i, kv_head));
+        f->bad |= !nsa__copy_operand(&f->row, f->k + (ptrdiff_t)i * f->wide, &f->x->k,
+                                     nsa__listed_key(f, &f->x->k, j * f->block + i, kv_head));
     memset(f->of_key, 0, (size_t)n * sizeof *f->of_key);
     for (int g = 0; g < f->group; g++) {
         nsa_real *s = f->s + (ptrdiff_t)g * f->block;
@@ -166,7 +164,8 @@ static nsa__listed nsa__listed_of(const nsa_score *dx, const nsa_score *x, const
     memset(&f, 0, sizeof f);
     f.x = x, f.dx = dx, f.d = d;
     f.group = d->heads / nsa__list_heads(d);
-    f.wide = nsa__whole_vectors(d->dim);
+    f.row = nsa__operand_of(nsa__tiles_of(d->isa), d->dim, 1);
+    f.wide = f.row.wide;
     f.block = (int)nsa__min(nsa__scorer_block(d), nsa__max(1, nsa_cmp_count(d, d->tokens)));
     f.keys = (int)nsa__max(1, NSA__LISTED_KEYS / f.block) * f.block;
     f.width = nsa_block_list_width(d);

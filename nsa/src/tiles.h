@@ -62,9 +62,6 @@ typedef struct nsa__tiles {
        sees none of the keys keeps its state to the bit. */
     void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
                     const nsa__running *so_far);
-    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
-       A row without keys, whose l is 0, has inv_l = 0 and lse = -inf. */
-    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l, nsa_real *lse);
     /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);
@@ -128,9 +125,9 @@ typedef struct nsa__pairs {
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__KEEP_IN_REGISTER(x) is an
    empty instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a,
-   b) is x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with
-   <. NSA__NEAREST(e, x) is e = x rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which
-   is 0 if e is -inf, even of NaN. NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
+   b) is x = a > b ? a : b in one instruction, which GCC makes three of. NSA__NEAREST(e, x) is e = x
+   rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which is 0 if e is -inf, even of NaN.
+   NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
 #define NSA__ISA                 plain
 #define NSA__BYTES               0
 #define NSA__ROWS                4
@@ -183,7 +180,6 @@ typedef struct nsa__pairs {
 #define NSA__TARGET              NSA__COMPILED __attribute__((__target__("avx2,fma")))
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b)        __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
-#define NSA__MIN(x, a, b)        __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
 #ifdef NSA__HAS_F16C
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
 #endif
@@ -270,11 +266,6 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
         pairs->store(n, from, row);
     else
         nsa__store(dtype, row, from, n);
-}
-
-/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
-static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
-    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
 }
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {

@@ -60,15 +60,6 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-#ifdef NSA__MIN
-    NSA__V smaller;
-    NSA__MIN(smaller, a, b);
-    return smaller;
-#else
-    return NSA__T(pick)(a < b, a, b);
-#endif
-}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -87,9 +78,6 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 }
 NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
-}
-NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
-    return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
@@ -145,11 +133,11 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-/* e^x, with e^most for what is larger. NaN stays NaN. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+/* e^-x, with e^-least for what is smaller. NaN stays NaN. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_minus)(NSA__V x, nsa_real least) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
-                        NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(greater)(NSA__T(splat)(least), x) *
+                        NSA__T(splat)((nsa_real)-NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -362,7 +350,7 @@ NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, con
         const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
+            NSA__V p = NSA__T(exp_minus)(of_sum - NSA__FROM(s + r * ld + j), 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
                 const NSA__I on = NSA__T(seen)(seen, x->first + j);
@@ -384,7 +372,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
+            p += NSA__T(exp_minus)(NSA__T(splat)(lse[r]) - NSA__FROM(s + r * ld + j), -87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -410,7 +398,6 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-/* nsa__all_finite for rows. */
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
@@ -515,33 +502,10 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-/* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
-   -ffast-math knows none. */
-NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *inv_l,
-                                       nsa_real *lse) {
-    NSA__ARITHMETIC
-    nsa_real part[NSA__LANES][NSA__LANES];
-    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
-    for (int half = NSA__LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++)
-            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
-    for (int r = 0; r < NSA__LANES; r++) {
-        const nsa_real l = part[0][r];
-        const int none = l == 0;
-        const double sum = none ? 1 : (double)l;
-        inv_l[r] = none ? 0 : (nsa_real)(1 / sum);
-        part[1][r] = (nsa_real)((double)m[r] + log(sum));
-    }
-    for (int r = 0; r < NSA__LANES; r++) {
-        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
-        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
-    }
-}
-
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),   NSA__T(finish),
-                                         NSA__T(probability), NSA__T(at_least),  NSA__T(all_finite),
-                                         NSA__T(widen),       NSA__T(scale),     NSA__T(join),
-                                         NSA__T(gate),        NSA__T(transpose), NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(all_finite), NSA__T(widen),
+                                         NSA__T(scale),     NSA__T(join),       NSA__T(gate),
+                                         NSA__T(transpose), NSA__T(gradient)};
 
 #undef NSA__ISA
 #undef NSA__BYTES
@@ -550,7 +514,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),        NSA__T(softmax),  
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
 #undef NSA__MAX
-#undef NSA__MIN
 #undef NSA__NEAREST
 #undef NSA__SCALEF
 #undef NSA__OF_F16

@@ -265,6 +265,7 @@ static nsa_status nsa__rope_check(const nsa__side *side, const nsa_rope *dx, con
 }
 
 /* phi's parameters, the one list of them. */
+enum { NSA__W1, NSA__B1, NSA__POS, NSA__W2, NSA__B2, NSA__PARAMETERS };
 typedef struct nsa__parameter {
     const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
     int64_t rows;             /* for one head: rows of `width` numbers */
@@ -272,10 +273,10 @@ typedef struct nsa__parameter {
 } nsa__parameter;
 
 static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                           nsa__parameter list[5]) {
+                           nsa__parameter list[NSA__PARAMETERS]) {
     const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
     if (!dx) dx = x;
-    const nsa__parameter all[5] = {
+    const nsa__parameter all[NSA__PARAMETERS] = {
         {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
         {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
         {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
@@ -288,7 +289,7 @@ static int nsa__parameters(const nsa_compress *dx, const nsa_compress *x, const 
 /* The views of phi. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP in the chain. Backward of the
    mean does not read x. */
 static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, int base) {
-    nsa__parameter list[5];
+    nsa__parameter list[NSA__PARAMETERS];
     if (c->forward || x->phi != NSA_PHI_MEAN)
         NSA__CHECK(
             c->side->rows(&x->x, c->side->keys(c->d, 0, x->dim), c->rows, 0, base + NSA__AT_x));
@@ -308,7 +309,7 @@ static nsa_status nsa__check_phi(const nsa__checked *c, const nsa_compress *x, i
    are apart. */
 static nsa_status nsa__check_phi_gradient(const nsa__side *side, const nsa_compress *dx,
                                           const nsa_compress *x, const nsa_desc *d, int base) {
-    nsa__parameter list[5];
+    nsa__parameter list[NSA__PARAMETERS];
     NSA__CHECK(
         nsa__check_gradient(side, &dx->x, &x->x, side->keys(d, 0, x->dim), base + NSA__AT_x));
     for (int i = 0, count = nsa__parameters(dx, x, d, list); i < count; i++) {
