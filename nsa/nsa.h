@@ -5957,7 +5957,7 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
    Twin: kernels/rope.cuh. Not here: frequencies, which both sides share (shared.h). */
 
 typedef struct nsa__rope_job {
-    const nsa_rope *x, *dx; /* dx NULL: forward */
+    const nsa_rope *x, *dx;             /* dx NULL: forward */
     double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
     double magnitude;
 } nsa__rope_job;

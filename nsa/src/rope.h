@@ -4,7 +4,7 @@
 #include "threads.h"
 
 typedef struct nsa__rope_job {
-    const nsa_rope *x, *dx; /* dx NULL: forward */
+    const nsa_rope *x, *dx;             /* dx NULL: forward */
     double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
     double magnitude;
 } nsa__rope_job;
