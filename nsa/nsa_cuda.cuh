@@ -63,7 +63,8 @@
      NSA_CUDA_NO_F32, NSA_CUDA_NO_BF16, NSA_CUDA_NO_F16
                          leave a dtype out of attention, selection and mlp
      NSA_CUDA_MAX_DIM    the largest dim and dim_v: 64, 128, 192 or 256 (the default)
-     NSA_CUDA_QUIET      no message if code is compiled for plain sm_90, which has no wgmma
+     NSA_CUDA_QUIET      no message if code is compiled for plain sm_90, which has no wgmma, or for
+                         sm_90a by CUDA 12.5, which waits for each
 */
 #ifndef NSA_CUDA_CUH
 #define NSA_CUDA_CUH

@@ -70,6 +70,11 @@ static thread_local bool nsa__loading = false;
 #pragma message("nsa: plain sm_90 has no wgmma, so attention is slower on H100 and H200: name " \
                 "sm_90a; NSA_CUDA_QUIET turns this message off")
 #endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDACC_VER_MAJOR__ == 12 && \
+    __CUDACC_VER_MINOR__ < 6 && !defined(NSA_CUDA_QUIET)
+#pragma message("nsa: ptxas of CUDA 12.5 waits for each wgmma (C7518), so attention is slower: " \
+                "take 12.6 or later; NSA_CUDA_QUIET turns this message off")
+#endif
 
 #define NSA__AT
 #define NSA__AT_ONLY
