@@ -3483,16 +3483,11 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
                                      const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
     const nsa__matrix a = *left;
-    nsa__matrix b = *right, b_all = b;
+    nsa__matrix b = *right;
     nsa__result c = *result;
     int j = 0;
-    b_all.rows = NULL; /* a constant, so that the loop over k has no test of it */
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        b_all.data = b.data;
-        if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
@@ -4007,16 +4002,11 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
                                      const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
     const nsa__matrix a = *left;
-    nsa__matrix b = *right, b_all = b;
+    nsa__matrix b = *right;
     nsa__result c = *result;
     int j = 0;
-    b_all.rows = NULL;
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        b_all.data = b.data;
-        if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
@@ -4514,16 +4504,11 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
                                      const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
     const nsa__matrix a = *left;
-    nsa__matrix b = *right, b_all = b;
+    nsa__matrix b = *right;
     nsa__result c = *result;
     int j = 0;
-    b_all.rows = NULL;
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        b_all.data = b.data;
-        if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
@@ -5012,16 +4997,11 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
                                      const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
     const nsa__matrix a = *left;
-    nsa__matrix b = *right, b_all = b;
+    nsa__matrix b = *right;
     nsa__result c = *result;
     int j = 0;
-    b_all.rows = NULL;
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        b_all.data = b.data;
-        if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
@@ -5535,16 +5515,11 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
                                      const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
     const nsa__matrix a = *left;
-    nsa__matrix b = *right, b_all = b;
+    nsa__matrix b = *right;
     nsa__result c = *result;
     int j = 0;
-    b_all.rows = NULL;
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        b_all.data = b.data;
-        if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
