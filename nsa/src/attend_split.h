@@ -115,7 +115,8 @@ static void nsa__split_offer(nsa__split *s, int64_t parts) {
     s->parts = (int32_t)parts;
 }
 
-/* Takes the next batches in hand, two parts or more for each of the task's threads. The last of a
+/* Takes the next batches in hand, two parts or more for each of the task's threads, of two batches
+   or more. The last of a
    part prefetches the keys of the part that its thread is likely to take next. Returns 0 at the
    end. */
 static int nsa__split_next(nsa__split *s, int threads) {
@@ -136,8 +137,8 @@ static int nsa__split_next(nsa__split *s, int threads) {
         b->query = s->ascending + b->query[0];
         b->row = s->ascending + b->row[0];
     }
-    s->at_once = (int)nsa__min(nsa__min(NSA__SPLIT_BATCHES, fit), s->n / (2 * threads));
-    s->at_once = (int)nsa__max(1, s->at_once);
+    const int64_t share = nsa__max(2, s->n / (2 * threads));
+    s->at_once = (int)nsa__max(1, nsa__min(nsa__min(NSA__SPLIT_BATCHES, fit), share));
     const int apart = (threads - 1) * s->at_once;
     for (int i = s->at_once - 1; i + 1 + apart < s->n; i += s->at_once)
         s->batches[i].next_key = s->batches[i + 1 + apart].key;
