@@ -115,10 +115,9 @@ static void nsa__split_offer(nsa__split *s, int64_t parts) {
     s->parts = (int32_t)parts;
 }
 
-/* Takes the next batches in hand, two parts or more for each of the task's threads, of two batches
-   or more. The last of a
-   part prefetches the keys of the part that its thread is likely to take next. Returns 0 at the
-   end. */
+/* Takes the next batches in hand: two parts or more for each of the task's threads, of two batches
+   or more. The last of a part prefetches the keys of the part that its thread is likely to take
+   next. Returns 0 at the end. */
 static int nsa__split_next(nsa__split *s, int threads) {
     const nsa__attend_plan *p = s->job->plan;
     const int64_t fit = NSA__SPLIT_NUMBERS / p->v.wide / nsa__split_rows(p);
