@@ -45,6 +45,8 @@ static const chain_case chain_cases[] = {
      0, 0, 0},
     {"varlen four", "varlen four", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0, 1},
     {"varlen empty", "varlen empty", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 0, 0, 1},
+    {"varlen behind others", "varlen behind others", NSA_PHI_CONV, NSA_PHI_MLP, 0, 0,
+     NSA_GATE_SOFTMAX, 1, 0, 0},
     {"lists by head", "G 3, D 64", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 1, 0},
     {"varlen, lists by head", "varlen four", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1,
      1, 0},
@@ -831,6 +833,12 @@ static void test_late_queries(void) {
     suite_slices(&s, &d, NSA_REAL_DTYPE);
 }
 
+static const chain_case *case_named(const char *name) {
+    const chain_case *c = chain_cases;
+    while (strcmp(c->name, name)) c++;
+    return c;
+}
+
 int main(int argc, char **argv) {
     int step = asked_step(argc, argv, CHECKS_CUDA ? 9 : 4, 19), quick = step > 1;
     int least = asked_amount(argc, argv) == LEAST; /* bits and NaN are for the other builds */
@@ -861,6 +869,8 @@ int main(int argc, char **argv) {
         }
         if (!CHECKS_CUDA || !quick || i == 0) test_reach(c);
     }
+    for (int k = 0; quick && k < COUNT(dtypes); k++)
+        test_reference(case_named("varlen behind others"), dtypes[k], 4 * k); /* of its dtype */
     test_options(!quick ? COUNT(chain_cases) : CHECKS_CUDA ? 1 : 3);
     if (CHECKS_CUDA && quick && step < 19) test_shared_keys(&chain_cases[0], dtypes[1]);
     test_shift(&chain_cases[0], 1000);

@@ -220,7 +220,8 @@ static __global__ void nsa__cuda_gather_dq_kernel(nsa__cuda_attend_params params
     const bool bad =
         nsa__cuda_is_nan_bits(nsa__cuda_row_terms_at(params, row.terms, row.head)->lse);
     const float nan = __uint_as_float(0x7fc00000u);
-    void *to = nsa__row_at(params.dx.q, row.batch, row.row, row.head);
+    void *to = nsa__row_at(params.dx.q, row.batch,
+                           nsa__cuda_gradient_row(params, NSA__CUDA_SUM_Q, row.row), row.head);
     for (int c = static_cast<int>(threadIdx.x) % 32 * 8; c < params.d.dim; c += 256) {
         float sum[8] = {};
         int before = -1;
@@ -569,8 +570,9 @@ static __global__ void nsa__cuda_attend_parts_kernel(nsa__cuda_attend_params par
 #pragma unroll
             for (int e = 0; e < 8; e++) sum[e] += x[e];
         }
-        nsa__add8(to.dtype,
-                  nsa__row_at(to, at.seq.key_batch, at.key_row + s.begin + key, at.kv_head),
+        const int64_t row = nsa__cuda_gradient_row(params, is_k ? NSA__CUDA_SUM_K : NSA__CUDA_SUM_V,
+                                                   at.key_row + s.begin + key);
+        nsa__add8(to.dtype, nsa__row_at(to, at.seq.key_batch, row, at.kv_head),
                   8 * (is_k ? piece : piece - of_k), is_k ? params.scale : 1.0f, sum);
     }
 }

@@ -124,7 +124,9 @@ NSA__DEVICE void nsa__cuda_dkv_end(const nsa__cuda_attend_params &params,
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         if (key + 8 * h >= work.end) continue;
-        void *row = nsa__row_at(to, at.seq.key_batch, at.key_row + key + 8 * h, at.kv_head);
+        const int64_t nth = nsa__cuda_gradient_row(
+            params, partial_at ? NSA__CUDA_SUM_V : NSA__CUDA_SUM_K, at.key_row + key + 8 * h);
+        void *row = nsa__row_at(to, at.seq.key_batch, nth, at.kv_head);
         float *part = work.partial;
         if (part) part += (key + 8 * h - work.begin) * nsa__cuda_partial_row(params) + partial_at;
 #pragma unroll

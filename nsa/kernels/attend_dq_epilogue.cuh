@@ -131,8 +131,9 @@ NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_params &params,
                     nsa__store_pair(partial + 8 * n + column, dq[n][2 * h], dq[n][2 * h + 1]);
             continue;
         }
-        void *to =
-            nsa__row_at(params.dx.q, at.seq.batch, at.seq.row + row.query - at.seq.first, row.head);
+        const int64_t nth =
+            nsa__cuda_gradient_row(params, NSA__CUDA_SUM_Q, at.seq.row + row.query - at.seq.first);
+        void *to = nsa__row_at(params.dx.q, at.seq.batch, nth, row.head);
 #pragma unroll
         for (int n = 0; n < N; n++)
             if (8 * n < params.d.dim)

@@ -58,9 +58,12 @@ struct nsa__cuda_branch {
     uint64_t *bad; /* a bit for each key: its k or v row has a non-finite value */
 };
 
+enum { NSA__CUDA_SUM_Q = 1, NSA__CUDA_SUM_K = 2, NSA__CUDA_SUM_V = 4 };
+
 /* The parameters of a call: every kernel of it takes them by value. */
 struct nsa__cuda_attend_params : nsa__cuda_branch {
     nsa_attend dx;
+    int sums;                  /* which of dx's are sums in workspace: NSA__CUDA_SUM_Q, .. */
     int spread;                /* a grid's heads for each kv head: 1, or one for each list */
     nsa__cuda_extent tiles;    /* what blockIdx counts for one kv head */
     const int32_t *cmp_begins; /* cmp of packed sequences */
@@ -96,6 +99,12 @@ struct nsa__cuda_attend_head {
     int64_t words; /* where the bits of key 0 lie in params.bad */
     int64_t row;   /* where the rows of query `first` lie in params.rows */
 };
+
+/* The row of a gradient: of one of those that NSA__CUDA_SUM_* name. */
+NSA__DEVICE int64_t nsa__cuda_gradient_row(const nsa__cuda_attend_params &params, int which,
+                                           int64_t row) {
+    return params.sums & which ? nsa__cuda_sum_row(params.d, row) : row;
+}
 
 /* Where the items of a kv head and sequence begin, all heads' one behind the other. */
 NSA__DEVICE int64_t nsa__cuda_place_in(const nsa__cuda_extent &e, const nsa__cuda_attend_head &at) {

@@ -95,8 +95,8 @@ static bool nsa__cuda_chain_adds_once(nsa_tensor *const to[NSA__SUMS], int i, co
     return true;
 }
 
-/* A view of (B, rows, heads, width) in workspace, one of every `stride` tokens; packed rows are
-   numbered below B * tokens, and below what desc.rows says. */
+/* A view of (B, rows, heads, width) in workspace, one of every `stride` tokens; of packed rows B *
+   tokens, or what desc.rows says: see nsa__cuda_sum_row. */
 static nsa_tensor nsa__cuda_take_tensor(nsa__arena *a, const nsa_desc *d, nsa_dtype dtype,
                                         int64_t rows, int stride, int64_t heads, int64_t width) {
     const int64_t all = nsa__cuda_extent_of(d, rows, 1, stride, 0).total;
@@ -172,6 +172,20 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
     return nsa__check_phi_gradient(&nsa__cuda_side, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
+static bool nsa__cuda_is_sum(const nsa__cuda_sum *sum) {
+    return sum->view.data != sum->to.data;
+}
+
+/* Which of branch i's gradients are sums of tokens: compressed rows are packed from row 0 on. */
+static int nsa__cuda_branch_sums(const nsa__cuda_chain_gradient *g, int i) {
+    const nsa__cuda_sum *k[] = {NULL, &g->sum[NSA__SUM_K_SLC], &g->sum[NSA__SUM_K_WIN]},
+                        *v[] = {NULL, &g->sum[NSA__SUM_V_SLC], &g->sum[NSA__SUM_V_WIN]};
+    int sums = nsa__cuda_is_sum(&g->sum[NSA__SUM_Q]) ? NSA__CUDA_SUM_Q : 0;
+    if (i && nsa__cuda_is_sum(k[i])) sums |= NSA__CUDA_SUM_K;
+    if (i && nsa__cuda_is_sum(v[i])) sums |= NSA__CUDA_SUM_V;
+    return sums;
+}
+
 /* The branches' parameters, and which of their keys are not finite; win shares slc's answer where
    it shares slc's keys. */
 static nsa_status nsa__cuda_chain_prepare(nsa__cuda_chain_gradient *g, const nsa__chain *c,
@@ -183,6 +197,7 @@ static nsa_status nsa__cuda_chain_prepare(nsa__cuda_chain_gradient *g, const nsa
         nsa__cuda_attend_params *params = &g->branch[i];
         params->x = x[i];
         params->dx = dx[i];
+        params->sums = nsa__cuda_branch_sums(g, i);
         if (i == 2 && nsa__same_view(&x[1].k, &x[2].k) && nsa__same_view(&x[1].v, &x[2].v))
             params->bad = g->branch[1].bad, params->d.begins = g->branch[1].d.begins;
         else
@@ -246,7 +261,8 @@ static __global__ void nsa__cuda_flush_kernel(nsa_desc d, nsa__cuda_sum sum, boo
     const int64_t row = item / units / sum.heads;
     if (row >= (queries ? s.count : s.tokens)) return;
     float value[8];
-    nsa__load8(value, NSA_F32, nsa__row_at(sum.view, s.batch, s.row + row, h), c);
+    nsa__load8(value, NSA_F32, nsa__row_at(sum.view, s.batch, nsa__cuda_sum_row(d, s.row + row), h),
+               c);
     nsa__add8(sum.to.dtype, nsa__row_at(sum.to, s.batch, s.row + row, h), c, 1.0f, value);
 }
 
@@ -282,8 +298,10 @@ extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const
     const nsa__chain c = nsa__chain_of(x);
     if (g.zero_bytes) NSA__CHECK(nsa__cuda_status(nsa__memset(g.zeros, 0, g.zero_bytes, stream)));
     NSA__CHECK(nsa__cuda_chain_attend(&g, &c, d, stream));
-    NSA__CHECK(nsa__cuda_compress_backward_run(&g.dx.k_cmp, &x->k_cmp, d, g.rest, stream));
-    NSA__CHECK(nsa__cuda_compress_backward_run(&g.dx.v_cmp, &x->v_cmp, d, g.rest, stream));
+    NSA__CHECK(nsa__cuda_compress_backward_run(
+        &g.dx.k_cmp, &x->k_cmp, d, nsa__cuda_is_sum(&g.sum[NSA__SUM_K_CMP]), g.rest, stream));
+    NSA__CHECK(nsa__cuda_compress_backward_run(
+        &g.dx.v_cmp, &x->v_cmp, d, nsa__cuda_is_sum(&g.sum[NSA__SUM_V_CMP]), g.rest, stream));
     return nsa__cuda_chain_flush(&g, d, stream);
 }
 

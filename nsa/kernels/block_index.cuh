@@ -135,6 +135,15 @@ NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
     return s;
 }
 
+/* The row that `row` of the caller's view has in a sum, which lies in workspace. The host has room
+   there for batch * tokens packed rows, or desc.rows if that is less, but cannot know begins[0],
+   where the first one is: so rows go round. */
+NSA__DEVICE int64_t nsa__cuda_sum_row(const nsa_desc &d, int64_t row) {
+    const int64_t room = static_cast<int64_t>(d.batch) * d.tokens;
+    if (!d.begins || row < room) return row;
+    return static_cast<unsigned>(row) % static_cast<unsigned>(room);
+}
+
 /* ---- Things of packed sequences, one behind the other ----------------------------------------
 
    What sequences have of a kind (rows of a workspace, tiles, the blocks of a grid) lies in their

@@ -71,7 +71,7 @@ static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress 
 
 /* dx[t][c] += sum over the blocks i that cover t of w[t - i d][c] dout[i][c]. */
 static __global__ void nsa__cuda_filter_input_gradient_kernel(nsa_desc d, nsa_compress x,
-                                                              nsa_compress dx,
+                                                              nsa_compress dx, bool is_sum,
                                                               nsa__cuda_extent blocks,
                                                               const int32_t *cmp_begins) {
     const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, blocks, x.dim);
@@ -89,7 +89,8 @@ static __global__ void nsa__cuda_filter_input_gradient_kernel(nsa_desc d, nsa_co
 #pragma unroll
         for (int c = 0; c < 8; c++) sum[c] += w[c] * row[c];
     }
-    nsa__add8(dx.x.dtype, nsa__row_at(dx.x, p.s.batch, p.s.row + t, p.head), p.c, 1.0f, sum);
+    const int64_t to = is_sum ? nsa__cuda_sum_row(d, p.s.row + t) : p.s.row + t;
+    nsa__add8(dx.x.dtype, nsa__row_at(dx.x, p.s.batch, to, p.head), p.c, 1.0f, sum);
 }
 
 /* Part `part` of dw[j][c] = sum_i dout[i][c] x[i d + j][c] and, as row l, of db[c] = sum_i
@@ -179,7 +180,7 @@ static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc
 }
 
 static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_compress *x,
-                                            const nsa_desc *d, void *workspace,
+                                            const nsa_desc *d, bool is_sum, void *workspace,
                                             cudaStream_t stream) {
     nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 1, &a);
@@ -189,8 +190,8 @@ static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_co
     if (s == NSA_OK && dx->x.data) {
         NSA__CHECK(nsa__cuda_filter_grid(d, d->tokens, 1, x->dim, &blocks, &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_input_gradient_kernel, grid,
-                                        dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx, blocks,
-                                        p.cmp_begins));
+                                        dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx, is_sum,
+                                        blocks, p.cmp_begins));
     }
     if (s != NSA_OK || x->phi != NSA_PHI_CONV || (!dx->w1.data && !dx->b1.data)) return s;
     const int64_t rows = d->cmp_block + int64_t(1), part = rows * x->dim;
@@ -258,7 +259,7 @@ extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *
                                                              : 0;
 }
 
-/* The launches alone, for the entry point and for the chain. */
+/* The launches alone, for the entry point and for the chain, where dx.x may be a sum. */
 static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const nsa_desc *d,
                                                  void *workspace, cudaStream_t stream) {
     if (nsa_cmp_count(d, d->tokens) == 0 || (d->counts && d->count == 0)) return NSA_OK;
@@ -266,11 +267,11 @@ static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const ns
                                  : nsa__cuda_filter_forward(x, d, workspace, stream);
 }
 static nsa_status nsa__cuda_compress_backward_run(const nsa_compress *dx, const nsa_compress *x,
-                                                  const nsa_desc *d, void *workspace,
+                                                  const nsa_desc *d, bool is_sum, void *workspace,
                                                   cudaStream_t stream) {
     if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
-    return x->phi == NSA_PHI_MLP ? nsa__cuda_mlp_backward(dx, x, d, workspace, stream)
-                                 : nsa__cuda_filter_backward(dx, x, d, workspace, stream);
+    return x->phi == NSA_PHI_MLP ? nsa__cuda_mlp_backward(dx, x, d, is_sum, workspace, stream)
+                                 : nsa__cuda_filter_backward(dx, x, d, is_sum, workspace, stream);
 }
 
 extern "C" nsa_status nsa_cuda_compress_forward(const nsa_compress *x, const nsa_desc *d,
@@ -291,7 +292,7 @@ extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const n
                                     NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__check_phi_gradient(&nsa__cuda_side, dx, x, d, 0));
     nsa_status s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 1), workspace, bytes);
-    return s == NSA_OK ? nsa__cuda_compress_backward_run(dx, x, d, workspace, stream) : s;
+    return s == NSA_OK ? nsa__cuda_compress_backward_run(dx, x, d, false, workspace, stream) : s;
 }
 
 #endif

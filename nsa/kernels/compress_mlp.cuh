@@ -260,12 +260,15 @@ struct nsa__cuda_mlp_dx_done {
     nsa_tensor dx;
     const int4 *gather; /* of row 0 of the product */
     int dim;
+    nsa_desc d;
+    bool is_sum;
     __device__ __forceinline__ void operator()(int head, int, int row, int column, float x,
                                                float y) const {
         const int4 at = gather[row];
         const int u = column / dim, c = column % dim;
         if (u >= at.w) return;
-        void *to = nsa__row_at(dx, at.x, at.y + u, head);
+        const int64_t nth = is_sum ? nsa__cuda_sum_row(d, at.y + u) : at.y + u;
+        void *to = nsa__row_at(dx, at.x, nth, head);
         nsa__store1(dx.dtype, to, c, nsa__load1(dx.dtype, to, c) + x);
         nsa__store1(dx.dtype, to, c + 1, nsa__load1(dx.dtype, to, c + 1) + y);
     }
@@ -385,7 +388,7 @@ static nsa_status nsa__cuda_mlp_dh(const nsa_compress *dx, const nsa_compress *x
 /* dx[i d + u] += sum over m, n of dh[i - m][n] w1[n][u + m d]: one product over (m, n) */
 template <typename T>
 static nsa_status nsa__cuda_mlp_dx(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   const nsa__cuda_mlp_plan *p, cudaStream_t stream) {
+                                   bool is_sum, const nsa__cuda_mlp_plan *p, cudaStream_t stream) {
     if (!dx->x.data) return NSA_OK;
     const int columns = d->cmp_stride * x->dim, k_length = (p->lead + 1) * x->hidden,
               rows = p->rows - p->lead;
@@ -397,7 +400,7 @@ static nsa_status nsa__cuda_mlp_dx(const nsa_compress *dx, const nsa_compress *x
     w1.modulus = x->hidden;
     w1.jump = columns;
     const nsa__cuda_gemm_shape shape = {rows, columns, k_length, 1, d->kv_heads, p->count + 1};
-    const nsa__cuda_mlp_dx_done done = {dx->x, p->gather + p->lead, x->dim};
+    const nsa__cuda_mlp_dx_done done = {dx->x, p->gather + p->lead, x->dim, *d, is_sum};
     return nsa__cuda_gemm_run<T, true, false>(dh, w1, shape, done, stream);
 }
 
@@ -476,12 +479,12 @@ static nsa_status nsa__cuda_mlp_weights(const nsa_compress *dx, const nsa_compre
 
 template <typename T>
 static nsa_status nsa__cuda_mlp_backward_as(const nsa_compress *dx, const nsa_compress *x,
-                                            const nsa_desc *d, void *workspace,
+                                            const nsa_desc *d, bool is_sum, void *workspace,
                                             cudaStream_t stream) {
     nsa__arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_mlp_plan p = nsa__cuda_mlp_plan_of(x, d, 1, &a);
     nsa_status s = nsa__cuda_mlp_dh<T>(dx, x, d, &p, stream);
-    if (s == NSA_OK) s = nsa__cuda_mlp_dx<T>(dx, x, d, &p, stream);
+    if (s == NSA_OK) s = nsa__cuda_mlp_dx<T>(dx, x, d, is_sum, &p, stream);
     if (s == NSA_OK) s = nsa__cuda_mlp_biases(dx, x, d, &p, stream);
     return s == NSA_OK ? nsa__cuda_mlp_weights<T>(dx, x, d, &p, stream) : s;
 }
@@ -493,9 +496,10 @@ static nsa_status nsa__cuda_mlp_forward(const nsa_compress *x, const nsa_desc *d
 }
 
 static nsa_status nsa__cuda_mlp_backward(const nsa_compress *dx, const nsa_compress *x,
-                                         const nsa_desc *d, void *workspace, cudaStream_t stream) {
+                                         const nsa_desc *d, bool is_sum, void *workspace,
+                                         cudaStream_t stream) {
     NSA__CUDA_BY_DTYPE(x->x.dtype, T,
-                       return nsa__cuda_mlp_backward_as<T>(dx, x, d, workspace, stream);)
+                       return nsa__cuda_mlp_backward_as<T>(dx, x, d, is_sum, workspace, stream);)
     return nsa__error(NSA_ERROR_DTYPE, NSA__AT_x);
 }
 

@@ -19,6 +19,8 @@ static const int32_t begins_three[] = {0, 256, 500, 1000};
 /* Empty sequences, and rows before the first. */
 static const int32_t begins_empty[] = {3, 3, 40, 40, 41, 90, 90};
 static const int32_t begins_short[] = {70, 119, 130, 131, 147}; /* tiles before the first */
+/* As long as the longest, and behind as many rows as they have: the last is above B T. */
+static const int32_t begins_behind[] = {37, 58, 79};
 static const int32_t begins_tiny[] = {0, 11, 11, 18};
 
 /* clang-format off: tables are read in columns. */
@@ -55,6 +57,7 @@ static const geometry geometries[] = {
     {"varlen one", 1, 15, 4, 2, 32, 32, 8, 4, 8, 2, 1, 1, 8, 0, begins_one},
     {"varlen four", 4, 345, 4, 2, 32, 32, 32, 16, 32, 4, 1, 2, 64, 0, begins_four},
     {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
+    {"varlen behind others", 2, 21, 4, 2, 24, 16, 8, 4, 8, 2, 1, 1, 8, 0, begins_behind},
     {"varlen l = d", 4, 49, 2, 1, 24, 16, 8, 8, 16, 2, 1, 1, 13, 0, begins_short},
 #ifndef CHECK_CUDA
     /* kv heads so wide that the chain's backward takes them one by one */
