@@ -178,7 +178,7 @@ bool files_draft_open(files_draft *d, const char *path, fault *f) {
     snprintf(d->aside, sizeof d->aside, "%s.%ld.tmp", d->path, (long)getpid());
     if (!d->in_place) unlink(d->aside); /* a killed process of that number may have left it */
     d->fd = d->in_place ? open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)
-                        : open(d->aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+                        : open(d->aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, s.st_mode & 0777);
     if (d->fd < 0) return fault_errno(f, "%s: cannot create", path);
     if (d->replaces) (void)!fchmod(d->fd, s.st_mode & 0777);
     return true;
