@@ -312,7 +312,10 @@ static void test_asked_launches() {
 static void test_launch_errors() {
     device_array<int> out(64);
     int *p = out.data;
-    expect_refused(NSA_LAUNCH(fine_kernel, 0, 32, 0, nullptr, p), cudaErrorInvalidConfiguration);
+    expect_refused(simt::launch(simt::site{__FILE__, __LINE__}, "fine_kernel", fine_kernel, 0, 32,
+                                0, nullptr, p),
+                   cudaErrorInvalidConfiguration);
+    EXPECT(NSA_LAUNCH(fine_kernel, 0, 32, 0, nullptr, p) == cudaSuccess); /* nothing to do */
     expect_refused(NSA_LAUNCH(fine_kernel, 1, 0, 0, nullptr, p), cudaErrorInvalidConfiguration);
     expect_refused(NSA_LAUNCH(fine_kernel, 1, 1025, 0, nullptr, p), cudaErrorInvalidConfiguration);
     expect_refused(NSA_LAUNCH(fine_kernel, 1, dim3(64, 32), 0, nullptr, p),
