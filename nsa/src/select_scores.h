@@ -48,28 +48,27 @@ static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
 }
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
-   last compressed block that the query sees. A candidate without such a block has score 0. */
+   last compressed block that the query sees. A candidate without such a block has score 0. One
+   weight at a time for all candidates: a candidate alone has too few for a loop. */
 NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query,
                                       const nsa_real *p_cmp) {
     const nsa_desc *d = job->plan->d;
-    const nsa_real *stencil = f->stencil;
     nsa_real *scores = f->scores;
-    int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
-    int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
-        step = d->slc_block / d->cmp_stride;
-    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
-    for (int j = 0; j < candidates; j++) {
-        int64_t first = (int64_t)j * step - nsa__stencil_lead(d); /* in compressed blocks */
-        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
-        nsa_real score = 0;
-        for (int u = from; u < to; u++) {
-            nsa_real value = p_cmp[first + u];
-            if (sums)
-                score += stencil[u] * value;
-            else
-                score = value > score ? value : score;
+    const int visible = nsa__cmp_visible(d, job->seq.tokens, query);
+    const int candidates = nsa__slc_candidates(d, job->seq.tokens, query);
+    const int step = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
+    memset(scores, 0, (size_t)candidates * sizeof *scores);
+    for (int u = 0; u < nsa__stencil_size(d); u++) {
+        const nsa_real weight = f->stencil[u];
+        const int from = (int)nsa__ceil_div(nsa__max(0, lead - u), step);
+        const int to = (int)nsa__min(candidates, nsa__ceil_div(visible + lead - u, step));
+        for (int j = from; j < to; j++) {
+            const nsa_real value = p_cmp[(ptrdiff_t)j * step + u - lead];
+            if (d->score_map == NSA_SCORE_OVERLAP_SUM)
+                scores[j] += weight * value;
+            else if (value > scores[j])
+                scores[j] = value;
         }
-        scores[j] = score;
     }
 }
 
