@@ -7,6 +7,7 @@ for every query and key of a chunk: it is for reading, short contexts and other 
 
 Letters: B sequences, T keys, Q queries, H heads over Hk key-value heads, G = H / Hk.
 """
+import logging
 import math
 
 import torch
@@ -28,6 +29,9 @@ BRANCHES = ("cmp", "slc", "win")
 # What an output calls its cache: transformers 5.24 renamed past_key_values.
 CACHE = "cache" if "cache" in getattr(CausalLMOutputWithPast, "__dataclass_fields__", ()) else "past_key_values"
 CHUNK = 512  # queries at a time
+# Keys that others write or read, beside those that transformers' own class has; a token's end in _token_id.
+IDLE = ("auto_map", "model_type", "torch_dtype", "dtype", "architectures", "transformers_version", "quantization_config",
+        "tie_word_embeddings", "loss_type", "tokenizer_class", "pretraining_tp", "unsloth_version")
 
 
 class NSAConfig(PretrainedConfig):
@@ -109,6 +113,14 @@ class NSAConfig(PretrainedConfig):
                  "at least 1, and slc_init + slc_local")):
             if not holds:
                 raise ValueError(f"{name}: {getattr(self, name)}, must be {allowed}")
+
+    def warn(self):
+        """Of a key that nothing reads, as a misspelled one. transformers makes an attribute of it and says nothing."""
+        known = {*vars(NSAConfig()), *IDLE}
+        for name, value in vars(self).items():
+            idle = name in known or name.startswith("_") or name.endswith("_token_id")
+            if not idle and value is not None and value is not False:
+                logging.getLogger(__name__).warning("config.json: %s: this model has no such setting; ignored", name)
 
     def attention_of(self, layer):
         return self.attention if isinstance(self.attention, str) else self.attention[layer]
@@ -200,7 +212,7 @@ def attend_sparse(q, k, v, k_cmp, v_cmp, gates, first, config):
     key = torch.arange(tokens, device=device)
     last = torch.arange(k_cmp.shape[2], device=device) * config.cmp_stride + config.cmp_block - 1
     outs = []
-    for begin in range(0, q.shape[3], CHUNK):
+    for begin in range(0, max(1, q.shape[3]), CHUNK):
         some = q[:, :, :, begin:begin + CHUNK]
         place = torch.arange(first + begin, first + begin + some.shape[3], device=device)
         past = key <= place[:, None]
@@ -220,7 +232,7 @@ def attend_dense(q, k, v, first, window):
     q = q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
     k, v, key = k.transpose(1, 2), v.transpose(1, 2), torch.arange(tokens, device=q.device)
     outs = []
-    for begin in range(0, q.shape[3], CHUNK):
+    for begin in range(0, max(1, q.shape[3]), CHUNK):
         some = q[:, :, :, begin:begin + CHUNK]
         place = torch.arange(first + begin, first + begin + some.shape[3], device=q.device)[:, None]
         outs.append(attend(some, k, v, (key <= place) & (key > place - (window or tokens)))[0])
@@ -421,6 +433,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         config.check()
+        config.warn()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(NSABlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import unittest
 
 import torch
 
@@ -180,6 +181,7 @@ def check_gradients(model, module, tokens):
         model.zero_grad()
         model(tokens, labels=tokens).loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        assert model(tokens[:, :0]).logits.shape[1] == 0
     for name, g in found[0].items():
         h = found[1][name]
         assert float(g.norm()) > 0 and float((g - h).norm() / g.norm()) < 1e-4, (name, g.norm(), (g - h).norm())
@@ -220,6 +222,10 @@ def check_settings(model):
             assert str(error).startswith(name), error
         else:
             raise AssertionError(f"{name} = {value} was not refused")
+    with unittest.TestCase().assertLogs(type(model).__module__, "WARNING") as heard:
+        type(model)(type(model.config)(**{**plain, "cmp_blocks": 32, "final_logit_softcapping": 30.0, "pad_token_id": 0,
+                                          "attention_bias": False, "architectures": ["a"], "loss_type": "x"}))
+    assert [line.split(": ")[1] for line in sorted(heard.output)] == ["cmp_blocks", "final_logit_softcapping"], heard
 
 
 @torch.no_grad()

@@ -458,7 +458,8 @@ class Strangers(unittest.TestCase):
                 ("max_rewind", lambda: self.cache(max_rewind=2**32)), ("tokens", lambda: nsa.cmp_count(d, 2**32 + 64)),
                 ("query", lambda: nsa.rank_blocks([1.0], 2**32, d)), ("slc", lambda: nsa.block_overlap_range(d, 64, 2**32)),
                 ("tokens", lambda: nsa.block_map(d, 2**32)), ("x", lambda: nsa.bf16_to_f32(2**16)),
-                ("x", lambda: nsa.f16_to_f32(-1)), ("heads", lambda: nsa.Rope(heads=2**32 + 4, dim=16))):
+                ("x", lambda: nsa.f16_to_f32(-1)), ("heads", lambda: nsa.Rope(heads=2**32 + 4, dim=16)),
+                ("scale", lambda: nsa.desc(1, 8, 2, 1, 16, scale=10**400))):
             with self.subTest(where), self.assertRaises(nsa.Refused) as caught:
                 call()
             self.assertEqual(caught.exception.where, where)

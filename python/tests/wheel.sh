@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# wheel.sh ARCH DIR: the package's wheel for Linux on ARCH, x86_64 or aarch64, in DIR/dist; then pip installs it, and
-# test_core runs with it. auditwheel says by its tag which glibc it needs: 2.28 at most. On an x86-64 machine the wheel
-# for aarch64 is cross-compiled, and runs under qemu-user in Debian's Python for arm64, which apt-get fetches into DIR
-# without root: on processors with BFDOT and without. Versions are pinned in wheel.txt. Exit code 77: something is
-# missing here. Not in CI.
+# wheel.sh ARCH DIR: the package's wheel for Linux on ARCH, x86_64 or aarch64, in DIR/dist, built from an sdist that lies
+# in DIR/sdist, without the checkout; then pip installs it, and test_core runs with it. auditwheel says by its tag which
+# glibc it needs: 2.28 at most. On an x86-64 machine the wheel for aarch64 is cross-compiled, and runs under qemu-user in
+# Debian's Python for arm64, which apt-get fetches into DIR without root: on processors with BFDOT and without. Versions
+# are pinned in wheel.txt. Exit code 77: something is missing here. Not in CI.
 set -euo pipefail
 
 arch=$1
@@ -31,9 +31,11 @@ tools=$dir/tools
 "$tools/bin/python" -m pip install --quiet --no-deps --requirement "$tests/wheel.txt"
 export PATH=$tools/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PYTHONDONTWRITEBYTECODE=1
 
-rm -rf "$dir/built" "$dir/dist"
+rm -rf "$dir/built" "$dir/dist" "$dir/sdist"
+(cd "$root/python" &&
+    python -c 'import scikit_build_core.build as b, sys; b.build_sdist(sys.argv[1])' "$dir/sdist" >/dev/null)
 _PYTHON_HOST_PLATFORM=linux-$arch pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/built" \
-    "$root/python"
+    "$dir"/sdist/*.tar.gz
 auditwheel repair --exclude libgomp.so.1 --plat auto --wheel-dir "$dir/dist" "$dir"/built/*.whl \
     >"$dir/repair.log" 2>&1 || { cat "$dir/repair.log" && exit 1; }
 wheel=$(echo "$dir"/dist/*.whl)

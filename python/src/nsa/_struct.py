@@ -65,6 +65,8 @@ class Struct(ctypes.Structure):
                 value = float(value)
             except TypeError:
                 raise TypeError(f"{name}: {value!r}, must be a number") from None
+            except OverflowError:
+                raise refused("OPTION", name, "an integer that no double can hold") from None
         elif kind is ctypes.c_void_p and value is not None and not (isinstance(value, int) and name == "data"):
             dtype = F64 if name in self._doubles_ else I32
             array = _of_numbers(value, name, dtype) if isinstance(value, (list, tuple)) else describe(value, name)
