@@ -363,9 +363,15 @@ static void judge_artefacts(run *r) {
         {"checkpoints/latest/optimizer.safetensors", NULL},
     };
     char name[64];
+    enum { WORLD_MOST = 65536 }; /* WORLD_SIZE; env.json may be anybody's */
     json_int_t world = json_integer_value(json_object_get(r->env, "world"));
     for (size_t i = 0; i < sizeof always / sizeof *always; i++)
         judge_artefact(r, always[i].name, always[i].part);
+    if (world > WORLD_MOST) {
+        judge(r, "artefact", false, "%-28s world is %lld; must be at most %d", "env.json",
+              (long long)world, WORLD_MOST);
+        world = 1;
+    }
     judge_artefact(r, "k_stats.csv", is_off(r, "csv") ? "csv" : "statistics");
     for (json_int_t rank = 0; rank < (world > 1 ? world : 1); rank++) {
         snprintf(name, sizeof name, "heartbeat_rank%lld.jsonl", (long long)rank);
@@ -377,7 +383,7 @@ int main(int argc, char **argv) {
     static const option_command command = {
         .name = "nsa_verdict",
         .summary = "judges the run whose out_dir is DIR.\n\nExit code 0: GO; 1: NO-GO; 2: no such "
-                   "folder.",
+                   "folder, or nowhere to write to.",
         .words = "DIR",
     };
     struct stat s;
@@ -406,5 +412,7 @@ int main(int argc, char **argv) {
     printf("%s\n", r.go ? "GO" : "NO-GO");
     json_decref(r.metrics);
     json_decref(r.env);
-    return r.go ? GO : NO_GO;
+    if (files_end_output(&f)) return r.go ? GO : NO_GO;
+    fprintf(stderr, "nsa_verdict: %s\n", f.text);
+    return UNUSABLE; /* a verdict that nobody has read */
 }

@@ -99,6 +99,21 @@ def test_json():
     reads("marks", MARK * 2 + LINES, READ)
     for first in (b"# a corpus\n", b"// a corpus\r\n\r\n", b"40 documents\n\n", b"'{'\n"):
         refuses("headed.txt", first + LINES, "JSON lines behind a first line that is none: cut that off", trains=True)
+    some = LINES.splitlines(keepends=True)[:5]
+    for before, lines in ((b"# a\n# b\n\n", some), (b"", [b"data: %s\n" % x for x in some]),
+                          (b"", [b"%d\t%s" % x for x in enumerate(some)]),
+                          (b"", [repr(json.loads(x)).encode() + b"\n" for x in some])):
+        refuses("before.txt", before + b"".join(lines), "lines that hold objects, of JSON or Python", trains=True)
+        path = b"lines\n" * 7 + before + b"".join(lines * 20)
+        found, said = convert("-", given=path)  # of a pipe the first lines are judged, too
+        check(found is None and "lines that hold objects" in said, found and found[:99], said)
+    code = b"int a[] = {1, 2};\nint b = f({\"a\", 3}, {'a'});\ndoc {\"a\": 1} more\nx = {a: 1}\n"
+    reads("code.c", code, code, trains=False)
+    text = b"A reply\nis\n{\"stop\": true}\nor nothing.\n"
+    found, said = convert("-", given=text)
+    check(found == text, found, said)
+    for data in (b'[["a", "b"]]', b'[1, "a text"]\n[2, "another"]\n', b'[[{"text": "a"}]]'):
+        refuses("rows.txt", data, "rows.txt")
     refuses("sequence.txt", b"\x1e" + LINES.replace(b"\n", b"\n\x1e"), "a sequence of JSON texts (RFC 7464)")
     reads("nasty.json", json.dumps([{"a": "\\\"]}", "text": 'quote " and \\ and ]'}, {"text": ""}]).encode(),
           b'quote " and \\ and ]\n', trains=False)
@@ -145,6 +160,7 @@ def test_text():
     check(convert(path)[0] is None, "a mark alone")
     for name, data, what in (
             ("page.html", b"<!DOCTYPE html>\n<html lang=en>", "a page of the web"),
+            ("saved.txt", b"<!-- saved -->\n<!--by me -->\n<html>", "a page of the web"),
             ("corpus.txt", b"\r\n  <HTML><body>404</body>", "a page of the web"),
             ("wiki", b'<mediawiki xmlns="x">\n<page>', "a dump of a wiki"),
             ("feed.txt", b'<?xml version="1.0"?>', "XML"),

@@ -4,6 +4,7 @@ that changes a file, nor where a disk was full once.
 usage: test_going_back.py PROGRAM FOLDER DISK_FAULT EVERY: of the calls at which it could be killed, every so many-th
 is tried. Twins: disk_fault.c, train_open.c, telemetry/csv.c. Kills of an ordinary resume are test_saves.py's.
 """
+import json
 import shutil
 import sys
 
@@ -62,4 +63,14 @@ for table, steps in TABLES.items():
         check(table in complaint and "No space left" in complaint, complaint)
         runs.train("full", "--resume", "--steps", STEPS)
         check_tables(out, "full at write", at, "of", table)
+
+# Of heartbeats as well: the step's rows are there, and no part of a line stands before another.
+for at in (1, 2, 4):
+    shutil.rmtree(out, ignore_errors=True)
+    runs.train("full", *SAVES, "--steps", STEPS, code=2 if at == 1 else 1, LD_PRELOAD=fault, FULL_NAME="rank0.jsonl",
+               FULL_AT=str(at), NSA_HEARTBEAT_EVERY="1")
+    runs.train("full", *SAVES, "--steps", STEPS, *(["--resume"] if at > 1 else []))
+    check_tables(out, "full at heartbeat", at)
+    for line in (out / "heartbeat_rank0.jsonl").read_text().splitlines():
+        json.loads(line)
 done()

@@ -436,7 +436,9 @@ static void test_endings(void) {
         int number;
         const char *name;
     } fatal[] = {{SIGABRT, "SIGABRT"}, {SIGSEGV, "SIGSEGV"}, {SIGBUS, "SIGBUS"},
-                 {SIGFPE, "SIGFPE"},   {SIGILL, "SIGILL"},   {SIGQUIT, "SIGQUIT"}};
+                 {SIGFPE, "SIGFPE"},   {SIGILL, "SIGILL"},   {SIGQUIT, "SIGQUIT"},
+                 {SIGTRAP, "SIGTRAP"}, {SIGSYS, "SIGSYS"},   {SIGALRM, "SIGALRM"},
+                 {SIGPROF, "SIGPROF"}};
     char folder[32], verdict[64];
     for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) {
         snprintf(folder, sizeof folder, "end_%s", fatal[i].name);

@@ -181,6 +181,14 @@ for name in artefacts:
     said, rest = verdict(changed("missing", remove), 1)
     check(rest[name] == (False, "is missing"), name, rest)
 only(changed("empty", lambda out: (out / "mem_boot.json").write_text("")), "mem_boot.json", "0 bytes")
+
+
+def with_world(out):
+    env = json.loads((out / "env.json").read_text())
+    (out / "env.json").write_text(json.dumps(env | {"world": 2**63 - 1}))
+
+
+only(changed("worlds", with_world), "env.json", "must be at most 65536")  # and no line for each
 off = {"NSA_TB_DISABLE": "1", "NSA_DISABLE_CSV_LOGS": "1", "NSA_HEARTBEAT_EVERY": "0"}
 out, _, _ = runs.train("off", "--data", corpus, "--steps", 8, **off)
 _, artefacts = verdict(out, 0)
@@ -196,6 +204,13 @@ for attention in ("full", "window"):
 verdict(runs.root / "nothing", 1)
 for words in ([str(runs.root / "nowhere")], [], ["--frobnicate"], ["a", "b"], [str(corpus)]):
     check(subprocess.run([program, *words], stderr=subprocess.DEVNULL).returncode == 2, words)
+
+with open("/dev/full", "w") as full:  # a verdict that nobody has read is none
+    ran = subprocess.run([program, str(sound)], stdout=full, stderr=subprocess.PIPE, text=True)
+    check(ran.returncode == 2 and "No space left" in ran.stderr, ran)
+    ran = subprocess.run([runs.program, "--check", "--data", str(corpus), "--out-dir", str(runs.root / "new")],
+                         stdout=full, stderr=subprocess.PIPE, text=True)
+    check(ran.returncode == 1 and "No space left" in ran.stderr, ran)
 
 # The picture: a line through every step, a dot for every evaluation, all of it inside.
 SVG = "{http://www.w3.org/2000/svg}"

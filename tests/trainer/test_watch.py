@@ -114,20 +114,29 @@ def test_asked_all_the_time(text):
 
 
 def test_terminal_that_ends(text):
-    """A hangup ends a run as SIGTERM does, and passes by one that nohup has started."""
-    for name, ignored in (("hung", signal.SIG_DFL), ("nohup", signal.SIG_IGN)):
-        here = signal.signal(signal.SIGHUP, ignored)  # a program inherits it
+    """A hangup ends a run as SIGTERM does, and so do the warnings of batch systems; they pass by one that is told to
+    ignore them, by nohup or by a shell that has started it beside others."""
+    for name, number, ignored in (("hung", signal.SIGHUP, signal.SIG_DFL), ("nohup", signal.SIGHUP, signal.SIG_IGN),
+                                  ("beside", signal.SIGINT, signal.SIG_IGN), ("warned", signal.SIGUSR2, signal.SIG_DFL),
+                                  ("costly", signal.SIGXCPU, signal.SIG_DFL)):
+        here = signal.signal(number, ignored)  # a program inherits it
         out, run = runs.start(name, "--data", text, "--steps", 1000000)
-        signal.signal(signal.SIGHUP, here)
+        signal.signal(number, here)
         rows = lambda: (out / "training.csv").read_text().count("\n") if (out / "training.csv").exists() else 0
         wait_for("a step", lambda: rows() > 2)
-        run.send_signal(signal.SIGHUP)
+        run.send_signal(number)
+        if number == signal.SIGXCPU:  # which comes each second
+            run.send_signal(number)
         if ignored == signal.SIG_IGN:
             before = rows()
             wait_for("more steps", lambda: run.poll() is not None or rows() > before + 20)
             check(run.poll() is None, run.returncode)
             run.send_signal(signal.SIGTERM)
-        check(run.wait(120) == (143 if ignored == signal.SIG_IGN else 129), name, run.returncode)
+        check(run.wait(120) == 128 + (signal.SIGTERM if ignored == signal.SIG_IGN else number), name, run.returncode)
+        metrics = json.loads((out / "metrics.json").read_text())
+        check(metrics["verdict"].startswith("stopped by SIG"), name, metrics)
+        saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
+        check(saved == metrics["steps_done"], name, saved, metrics)
 
 
 def test_halt_from_outside(text):

@@ -13,16 +13,40 @@ static void (*volatile last_words)(int number);
    library's kernel computes (signals.h). */
 static char other_stack[65536];
 
+/* POLITE: saves and ends the run; FATAL: ends it at once; FOREIGN: too, where no profiler or other
+   library handles it. A batch system may warn by SIGUSR2 and SIGXCPU that time is nearly up. */
+typedef enum signal_kind { POLITE, FATAL, FOREIGN } signal_kind;
+
+#define SIGNAL(name, kind) \
+    { name, #name, kind }
+
 static const struct {
     int number;
     const char *name;
-} names[] = {{SIGTERM, "SIGTERM"}, {SIGINT, "SIGINT"},  {SIGHUP, "SIGHUP"}, {SIGSEGV, "SIGSEGV"},
-             {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},  {SIGILL, "SIGILL"}, {SIGABRT, "SIGABRT"},
-             {SIGQUIT, "SIGQUIT"}, {SIGXCPU, "SIGXCPU"}};
+    signal_kind kind;
+} signals[] = {
+    SIGNAL(SIGTERM, POLITE),    SIGNAL(SIGINT, POLITE),   SIGNAL(SIGHUP, POLITE),
+    SIGNAL(SIGUSR2, POLITE),    SIGNAL(SIGXCPU, POLITE),  SIGNAL(SIGSEGV, FATAL),
+    SIGNAL(SIGBUS, FATAL),      SIGNAL(SIGFPE, FATAL),    SIGNAL(SIGILL, FATAL),
+    SIGNAL(SIGABRT, FATAL),     SIGNAL(SIGQUIT, FATAL),   SIGNAL(SIGTRAP, FATAL),
+    SIGNAL(SIGSYS, FATAL),      SIGNAL(SIGALRM, FOREIGN), SIGNAL(SIGVTALRM, FOREIGN),
+    SIGNAL(SIGPROF, FOREIGN),
+#ifdef SIGPOLL
+    SIGNAL(SIGPOLL, FOREIGN),
+#endif
+#ifdef SIGPWR
+    SIGNAL(SIGPWR, FOREIGN),
+#endif
+#ifdef SIGSTKFLT
+    SIGNAL(SIGSTKFLT, FOREIGN),
+#endif
+};
+
+enum { SIGNALS = sizeof signals / sizeof signals[0] };
 
 const char *signals_name(int number) {
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
-        if (names[i].number == number) return names[i].name;
+    for (int i = 0; i < SIGNALS; i++)
+        if (signals[i].number == number) return signals[i].name;
     return "a signal";
 }
 
@@ -35,8 +59,9 @@ static void die(int number) {
     raise(number);
 }
 
+/* SIGXCPU comes again each second. */
 static void ask(int number) {
-    if (signals_stop_requested()) die(number);
+    if (signals_stop_requested() && number != SIGXCPU) die(number);
     signals_ask(number);
 }
 
@@ -49,23 +74,23 @@ static void handle(int number, void (*handler)(int), int flags) {
     sigaction(number, &a, NULL);
 }
 
-/* By nohup, so that a run goes on where its terminal ends. */
-static bool is_ignored(int number) {
+static bool is_by(int number, void (*handler)(int)) {
     struct sigaction a;
-    return !sigaction(number, NULL, &a) && a.sa_handler == SIG_IGN;
+    return !sigaction(number, NULL, &a) && a.sa_handler == handler;
 }
-
-static const int polite[] = {SIGTERM, SIGINT, SIGHUP};
-static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGQUIT, SIGXCPU};
 
 void signals_install(void (*last)(int number)) {
     stack_t stack = {.ss_sp = other_stack, .ss_size = sizeof other_stack};
     last_words = last;
     sigaltstack(&stack, NULL);
-    for (size_t i = 0; i < sizeof polite / sizeof polite[0]; i++)
-        if (polite[i] != SIGHUP || !is_ignored(SIGHUP))
-            handle(polite[i], ask, SA_RESTART | SA_ONSTACK);
-    for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) handle(fatal[i], die, SA_ONSTACK);
+    for (int i = 0; i < SIGNALS; i++) {
+        int number = signals[i].number;
+        /* Ignored by nohup, or by a shell that has started the run beside others: so it stays. */
+        bool kept = signals[i].kind == FATAL && number != SIGQUIT ? false : is_by(number, SIG_IGN);
+        if (kept || (signals[i].kind == FOREIGN && !is_by(number, SIG_DFL))) continue;
+        bool polite = signals[i].kind == POLITE;
+        handle(number, polite ? ask : die, polite ? SA_RESTART | SA_ONSTACK : SA_ONSTACK);
+    }
     handle(SIGPIPE, SIG_IGN, 0);
     handle(SIGXFSZ, SIG_IGN, 0);
 }
@@ -82,7 +107,8 @@ bool signals_begin(fault *f) {
     if (errno) return fault_errno(f, "cannot start the thread that receives signals");
     pthread_detach(thread);
     sigemptyset(&elsewhere);
-    for (size_t i = 0; i < sizeof polite / sizeof polite[0]; i++) sigaddset(&elsewhere, polite[i]);
+    for (int i = 0; i < SIGNALS; i++)
+        if (signals[i].kind == POLITE) sigaddset(&elsewhere, signals[i].number);
     sigaddset(&elsewhere, SIGUSR1);
     pthread_sigmask(SIG_BLOCK, &elsewhere, NULL);
     return true;
@@ -102,7 +128,8 @@ bool signals_start_thread(pthread_t *thread, void *(*run)(void *), void *user, c
                           fault *f) {
     sigset_t most, before;
     sigfillset(&most);
-    for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) sigdelset(&most, fatal[i]);
+    for (int i = 0; i < SIGNALS; i++)
+        if (signals[i].kind == FATAL) sigdelset(&most, signals[i].number);
     pthread_sigmask(SIG_SETMASK, &most, &before);
     errno = pthread_create(thread, NULL, run, user);
     bool ok = !errno || fault_errno(f, "cannot start the thread that %s", what);

@@ -252,12 +252,26 @@ static lines_result next_text(documents *d, tokenizer *t, token_list *to, fault 
     return ok ? LINES_ONE : LINES_FAULT;
 }
 
+/* The first lines that come by a pipe, one after the other, are judged as a file's head is. */
+static bool judge_line(documents *d, bool is_one, const char *line, size_t bytes, fault *f) {
+    enum { ENOUGH = 16 };
+    if (d->seen >= ENOUGH) return true;
+    d->seen += is_one && bytes;
+    d->objects += is_one && format_holds_object(line, bytes);
+    if (is_one && d->seen < ENOUGH) return true;
+    bool are = format_are_objects(d->seen, d->objects);
+    d->seen = ENOUGH;
+    return !are || format_refuse_objects(d->lines.name, d->format.packing != FORMAT_PLAIN, f);
+}
+
 static lines_result next_line(documents *d, tokenizer *t, token_list *to, fault *f) {
     const char *line;
     size_t bytes;
     lines_result r = lines_next(&d->lines, &line, &bytes, f);
     bool plain = d->format.kind == FORMAT_TEXT;
-    if (r != LINES_ONE) return r;
+    if (r == LINES_FAULT || (plain && !judge_line(d, r == LINES_ONE, line, bytes, f)))
+        return LINES_FAULT;
+    if (r == LINES_END) return r;
     while (bytes && (line[bytes - 1] == '\r' || (!plain && is_space(line[bytes - 1])))) bytes--;
     if (!plain && bytes >= 3 && !memcmp(line, "\xef\xbb\xbf", 3)) { /* of files put together */
         line += 3;

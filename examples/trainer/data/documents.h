@@ -14,10 +14,11 @@
 typedef struct documents {
     lines lines; /* lines.offset: where the next document is looked for */
     file_format format;
-    bool by_line;  /* each line of a text is a document; else it is one */
-    bool is_first; /* of an array: nothing has been read */
-    bool closed;   /* of an array: its ] is read */
-    char why[200]; /* the last record is no document, "" where it is one */
+    bool by_line;         /* each line of a text is a document; else it is one */
+    bool is_first;        /* of an array: nothing has been read */
+    bool closed;          /* of an array: its ] is read */
+    size_t seen, objects; /* of text by line: lines, and those that hold objects (format.h) */
+    char why[200];        /* the last record is no document, "" where it is one */
 } documents;
 
 /* Takes over fd, the descriptor of a plain file or (size -1) of a pipe, at a document's first byte:

@@ -227,15 +227,54 @@ static bool begins_shard(const char *head, size_t bytes) {
 
 /* ---- Text and JSON ---- */
 
-/* { and then ", or [ and then {: as no text begins that was meant as text. */
+/* { and then ", or [ and then {, [ or a number before a string: as no text begins that was meant as
+   text. */
 static bool looks_like_json(const char *text, size_t bytes, size_t at) {
     char first = text[at];
-    size_t next = skip_space(text, bytes, at + 1);
+    size_t next = skip_space(text, bytes, at + 1), digits = next;
     if (next == bytes) return false;
     if (first == '{') return text[next] == '"';
-    if (first != '[' || text[next] != '{') return false;
-    next = skip_space(text, bytes, next + 1);
+    if (first != '[') return false;
+    while (digits < bytes && text[digits] >= '0' && text[digits] <= '9') digits++;
+    bool numbered = digits > next && digits < bytes && text[digits] == ',';
+    if (!numbered && text[next] != '{' && text[next] != '[') return false;
+    next = skip_space(text, bytes, numbered ? digits + 1 : next + 1);
+    while (!numbered && next < bytes && (text[next] == '[' || text[next] == '{'))
+        next = skip_space(text, bytes, next + 1);
     return next < bytes && text[next] == '"';
+}
+
+bool format_holds_object(const char *line, size_t bytes) {
+    while (bytes && strchr(" \t\r\n,", line[bytes - 1])) bytes--;
+    if (!bytes || line[bytes - 1] != '}') return false;
+    for (size_t at = 0; at < bytes; at++) {
+        size_t next = line[at] == '{' ? skip_space(line, bytes, at + 1) : bytes;
+        if (next == bytes || (line[next] != '"' && line[next] != '\'')) continue;
+        char quote = line[next++];
+        while (next < bytes && line[next] != quote) next += line[next] == '\\' ? 2 : 1;
+        next = next < bytes ? skip_space(line, bytes, next + 1) : bytes;
+        return next < bytes && line[next] == ':';
+    }
+    return false;
+}
+
+bool format_refuse_objects(const char *name, bool inside, fault *f) {
+    return refuse(f, name, inside,
+                  "lines that hold objects, of JSON or Python, and are no JSON lines",
+                  "write each line as an object of JSON with a \"text\" and nothing beside it "
+                  "(--dataset text takes a file as it is)");
+}
+
+/* Whether half of the whole lines or more do, whatever stands before their objects. */
+static bool holds_objects(const char *text, size_t bytes) {
+    size_t whole = 0, objects = 0, at = 0;
+    for (const char *end; (end = memchr(text + at, '\n', bytes - at));
+         at = (size_t)(end - text) + 1) {
+        size_t length = (size_t)(end - text) - at;
+        whole += skip_space(text + at, length, 0) < length;
+        objects += format_holds_object(text + at, length);
+    }
+    return format_are_objects(whole, objects);
 }
 
 /* The [ at `at` begins an array of strings: of JSON's, which are all on one line. */
@@ -264,9 +303,24 @@ static bool hides_json(const char *text, size_t bytes, size_t at) {
            (!whole || text[end - 1] == '}');
 }
 
+/* Behind white space and comments of XML. */
+static size_t skip_comments(const char *text, size_t bytes) {
+    size_t at = 0;
+    while (bytes - at > 4 && !memcmp(text + at, "<!--", 4)) {
+        size_t end = at + 4;
+        while (bytes - end >= 3 && memcmp(text + end, "-->", 3)) end++;
+        if (bytes - end < 3) return at;
+        at = skip_space(text, bytes, end + 3);
+    }
+    return at;
+}
+
 /* What is text, but not such that anybody means its very bytes, who does not say so. */
 static bool check_markup(const char *name, const char *text, size_t bytes, bool inside, fault *f) {
     const char *what = names_table(name) ? "a table by its name" : NULL;
+    size_t comments = skip_comments(text, bytes);
+    text += comments;
+    bytes -= comments;
     for (size_t i = 0; i < sizeof markups / sizeof *markups; i++) {
         size_t length = strlen(markups[i].begin);
         if (bytes >= length && !strncasecmp(text, markups[i].begin, length)) what = markups[i].what;
@@ -302,6 +356,8 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
     if (wish != FORMAT_BYTES && !records && hides_json(head, bytes, at))
         return refuse(f, name, inside, "JSON lines behind a first line that is none",
                       "cut that off (tail -n +2); --dataset text takes it as it is");
+    if (wish != FORMAT_BYTES && !records && holds_objects(head + at, bytes - at))
+        return format_refuse_objects(name, inside, f);
     if (records) to->kind = first == '[' ? FORMAT_JSON_ARRAY : FORMAT_JSON_LINES;
     if (records && first == '{' && memchr(head + at, '\n', next - at))
         return fault_set(f,

@@ -47,6 +47,15 @@ bool format_judge(file_format *to, const char *name, const char *head, size_t by
 /* The same of a plain file, with what is inside. */
 bool format_of(file_format *to, const char *path, format_wish wish, fault *f);
 
+/* Whether a line ends with an object, {"key": ... or {'key': ..., behind a prefix or none. */
+bool format_holds_object(const char *line, size_t bytes);
+
+/* Whether lines of which so many hold objects were meant as these, and no text; that as a fault. */
+static inline bool format_are_objects(size_t seen, size_t objects) {
+    return objects >= 2 && 2 * objects >= seen;
+}
+bool format_refuse_objects(const char *name, bool inside, fault *f);
+
 /* ---- Folders ---- */
 
 typedef enum format_use {

@@ -4,6 +4,8 @@
 #include <jansson.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -14,20 +16,23 @@
 bool heartbeat_open(heartbeat *h, const char *folder, int64_t rank, fault *f) {
     char name[64];
     snprintf(name, sizeof name, "heartbeat_rank%lld.jsonl", (long long)rank);
+    struct stat s;
     h->rank = rank;
-    h->file = NULL;
+    h->on = false;
     if (!files_join(h->path, sizeof h->path, folder, name, f) ||
         !files_drop_partial_line(h->path, f)) /* a kill cut it short */
         return false;
-    int fd = files_open_end(h->path, f);
-    h->file = fd < 0 ? NULL : fdopen(fd, "a");
-    if (fd >= 0 && !h->file) close(fd), fault_set(f, "%s: out of memory", h->path);
-    return h->file != NULL;
+    h->fd = files_open_end(h->path, f);
+    if (h->fd < 0) return false;
+    h->on = !fstat(h->fd, &s) || fault_errno(f, "%s: cannot read", h->path);
+    h->bytes = (int64_t)s.st_size;
+    if (!h->on) close(h->fd);
+    return h->on;
 }
 
 void heartbeat_close(heartbeat *h) {
-    if (h->file) fclose(h->file);
-    h->file = NULL;
+    if (h->on) close(h->fd);
+    h->on = false;
 }
 
 static json_t *number(double x) {
@@ -91,7 +96,8 @@ static void add_fallbacks(json_t *o) {
 }
 
 bool heartbeat_write(heartbeat *h, const heartbeat_line *line, fault *f) {
-    if (!h->file) return true;
+    fault why;
+    if (!h->on) return true;
     json_t *o = json_object();
     add_time(o);
     add_place(o, h->rank, line);
@@ -105,11 +111,14 @@ bool heartbeat_write(heartbeat *h, const heartbeat_line *line, fault *f) {
     char *text = json_dumps(o, JSON_COMPACT | JSON_REAL_PRECISION(15));
     json_decref(o);
     if (!text) return fault_set(f, "%s: out of memory", h->path);
-    fputs(text, h->file);
-    fputc('\n', h->file);
+    size_t bytes = strlen(text) + 1;
+    text[bytes - 1] = '\n'; /* in place of its end */
+    bool ok = files_write_all(h->fd, h->path, text, bytes, &why);
+    if (ok)
+        h->bytes += (int64_t)bytes;
+    else
+        fault_errno(f, "%s: cannot write the line of step %lld", h->path, (long long)line->step);
+    if (!ok) (void)!ftruncate(h->fd, (off_t)h->bytes); /* no part of a line stays before the next */
     free(text);
-    if (!fflush(h->file) && !ferror(h->file)) return true;
-    fault_errno(f, "%s: cannot write the line of step %lld", h->path, (long long)line->step);
-    clearerr(h->file);
-    return false;
+    return ok;
 }

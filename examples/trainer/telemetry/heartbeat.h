@@ -6,13 +6,14 @@
 #define HEARTBEAT_H
 
 #include <stdint.h>
-#include <stdio.h>
 
 #include "base/fault.h"
 #include "base/stats.h"
 
 typedef struct heartbeat {
-    FILE *file; /* NULL: switched off, lines go nowhere */
+    bool on; /* false: switched off, lines go nowhere */
+    int fd;
+    int64_t bytes; /* of whole lines in the file */
     int64_t rank;
     char path[1280];
 } heartbeat;

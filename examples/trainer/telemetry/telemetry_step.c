@@ -156,6 +156,7 @@ static bool beats(const telemetry *t, int64_t step, double now) {
 
 static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     const config *c = t->config;
+    fault unused;
     double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
     bool ok = true, last = s->step == c->train.steps;
     bool wanted = is_due(c->train.log_every, s->step) || t->step_seconds == 0 || s->skipped || last;
@@ -189,8 +190,8 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     t->metrics.tokens = t->tokens;
     metrics_prepare(t->metrics_path, &t->metrics);
     dump_step(s->step + 1);
-    return ok && write_step(t, s, rate, f) && (!wanted || write_layers(t, s, f)) &&
-           judge_step(t, s, rate, f);
+    ok = write_step(t, s, rate, ok ? f : &unused) && ok; /* a row waits for no heartbeat */
+    return ok && (!wanted || write_layers(t, s, f)) && judge_step(t, s, rate, f);
 }
 
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {

@@ -2,6 +2,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "base/files.h"
 #include "base/text.h"
 #include "train/train_inside.h"
 
@@ -103,7 +104,8 @@ int train_check(const config *c, const ops *o, dist *d) {
             ok = check_run(c, t, m.vocab, d, &f);
         }
     }
-    if (!ok) fprintf(stderr, "%s\n", f.text);
+    bool told = !ok || files_end_output(&f);
+    if (!ok || !told) fprintf(stderr, "%s\n", f.text);
     tokenizer_close(t);
-    return ok ? 0 : 2;
+    return !ok ? 2 : !told;
 }
