@@ -348,6 +348,7 @@ static void batch_make(batch *g, const nsa_desc *of, int mode, int page_tokens, 
     g->whole.batch = SEQUENCES;
     g->d = g->whole;
     g->most = mode & RAGGED && seed % 2 == 0 ? 3 : of->tokens - 1; /* a step, or prompts too */
+    if (of->count < g->most) g->most = of->count, g->whole.count = of->tokens;
     batch_positions(g);
     /* of a ragged batch `first` is not used */
     g->d.first = mode & RAGGED ? 1 : g->firsts[0],
@@ -876,6 +877,13 @@ int main(int argc, char **argv) {
                            turn);
                 turn++;
             }
+    /* Keys without a query, behind firsts: their blocks are completed too. */
+    for (int phi = 0; phi < 3; phi++) {
+        nsa_desc d = desc_of(shape(shapes[0]));
+        const kind_options o = options_of(COMPRESS, &d, phi);
+        d.count = 0;
+        test_batch(&d, &o, RAGGED | PACKED, d.cmp_stride, dtypes[0], phi);
+    }
     /* Pages that are no parts of a tile, whose rows are read in place. */
     for (int of = SLC; !CHECKS_CUDA && of <= DENSE; of++) {
         nsa_desc d = desc_of(shape("small"));

@@ -262,7 +262,8 @@ extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *
 /* The launches alone, for the entry point and for the chain, where dx.x may be a sum. */
 static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const nsa_desc *d,
                                                  void *workspace, cudaStream_t stream) {
-    if (nsa_cmp_count(d, d->tokens) == 0 || (d->counts && d->count == 0)) return NSA_OK;
+    if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
+    if (d->counts && !d->begins && d->count == 0) return NSA_OK; /* begins may end behind firsts */
     return x->phi == NSA_PHI_MLP ? nsa__cuda_mlp_forward(x, d, workspace, stream)
                                  : nsa__cuda_filter_forward(x, d, workspace, stream);
 }

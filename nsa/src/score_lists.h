@@ -28,8 +28,10 @@ static void nsa__listed_alloc(nsa__listed *f, nsa__arena *a) {
     const int64_t group = f->group, wide = f->wide;
     nsa_real **const parts[] = {&f->q,  &f->dq, &f->weights, &f->dweights, &f->k,
                                 &f->dk, &f->s,  &f->of_key,  &f->scores};
-    const int64_t sizes[] = {group * wide,   group * wide,     group,    group,   f->block * wide,
-                             f->keys * wide, group * f->block, f->block, f->width};
+    /* A call of larger blocks has the size of this one: these may fill the task better. */
+    const int64_t keys = nsa__max(f->keys, NSA__LISTED_KEYS);
+    const int64_t sizes[] = {group * wide, group * wide,     group,    group,   f->block * wide,
+                             keys * wide,  group * f->block, f->block, f->width};
     for (int i = 0; i < 9; i++) *parts[i] = nsa__alloc_reals(a, sizes[i]);
 }
 
