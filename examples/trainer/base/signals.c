@@ -79,15 +79,21 @@ static bool is_by(int number, void (*handler)(int)) {
     return !sigaction(number, NULL, &a) && a.sa_handler == handler;
 }
 
+/* As SIGHUP by nohup. A shell's script ignores SIGINT and SIGQUIT of what it starts in the
+   background, for they come from its terminal; a SIGINT sent to the run ends it there too. */
+static bool stays_ignored(int number, signal_kind kind) {
+    if (number == SIGINT || number == SIGTERM || (kind == FATAL && number != SIGQUIT)) return false;
+    return is_by(number, SIG_IGN);
+}
+
 void signals_install(void (*last)(int number)) {
     stack_t stack = {.ss_sp = other_stack, .ss_size = sizeof other_stack};
     last_words = last;
     sigaltstack(&stack, NULL);
     for (int i = 0; i < SIGNALS; i++) {
         int number = signals[i].number;
-        /* Ignored by nohup, or by a shell that has started the run beside others: so it stays. */
-        bool kept = signals[i].kind == FATAL && number != SIGQUIT ? false : is_by(number, SIG_IGN);
-        if (kept || (signals[i].kind == FOREIGN && !is_by(number, SIG_DFL))) continue;
+        if (stays_ignored(number, signals[i].kind)) continue;
+        if (signals[i].kind == FOREIGN && !is_by(number, SIG_DFL)) continue;
         bool polite = signals[i].kind == POLITE;
         handle(number, polite ? ask : die, polite ? SA_RESTART | SA_ONSTACK : SA_ONSTACK);
     }

@@ -18,7 +18,7 @@ bool signals_begin(fault *f);
 
 /* Also for signals that a program dies of (a second SIGTERM, SIGSEGV, SIGALRM and the like): `last`
    is called first, and may do only what is safe in a signal handler. NULL: nothing. What whoever
-   started the program lets it ignore stays so, and what a profiler handles. */
+   started the program lets it ignore stays so, and what a profiler handles; not SIGINT, SIGTERM. */
 void signals_install(void (*last)(int number));
 
 void signals_ask(int number);     /* as if this signal had come, once */
