@@ -1101,19 +1101,6 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
     }
 }
 
-/* The chain's names of its primitives' views, in the order of views.h: q is one view for all
-   branches, the rest is each branch's own. */
-static const int nsa__chain_cmp[] = {NSA__AT_q,       NSA__AT_k_cmp_out, NSA__AT_v_cmp_out,
-                                     NSA__AT_out_cmp, NSA__AT_lse_cmp,   NSA__AT_blocks};
-static const int nsa__chain_slc[] = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
-                                     NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
-static const int nsa__chain_win[] = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
-                                     NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
-static const int nsa__chain_select[] = {NSA__AT_q,      NSA__AT_k_cmp_out, NSA__AT_lse_cmp,
-                                        NSA__AT_scores, NSA__AT_p_cmp,     NSA__AT_blocks};
-static const int nsa__chain_gate[] = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
-                                      NSA__AT_out_win, NSA__AT_out};
-
 /* The chain's views as its primitives see them; for a gradient struct, their gradients. */
 typedef struct nsa__chain {
     nsa_attend cmp, slc, win;
@@ -1248,8 +1235,9 @@ static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_VIEWS)
 #define NSA__SHARED_VIEWS
 
-/* Rows: of queries by heads, gates or lists, or of keys. Then the numbers of a row. */
-enum { NSA__OF_HEADS, NSA__OF_GATES, NSA__OF_LISTS, NSA__OF_KEYS };
+/* Rows: of queries by heads, gates or lists, or of keys, or of compressed keys. Then the numbers of
+   a row. */
+enum { NSA__OF_HEADS, NSA__OF_GATES, NSA__OF_LISTS, NSA__OF_KEYS, NSA__OF_BLOCKS };
 enum {
     NSA__WIDE_DIM,
     NSA__WIDE_DIM_V,
@@ -1337,16 +1325,27 @@ static const nsa__view nsa__gate_views[NSA__GATE_VIEWS] = {
     NSA__VIEW(gate, win, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
     NSA__VIEW(gate, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
 
-/* What the whole has beside its primitives' views and phi's: its gradients. */
-enum { NSA__ATTENTION_VIEWS = 7 };
+/* Those of the whole, but for what only phi takes. The last two are the gate's, of any dtype. */
+enum { NSA__ATTENTION_VIEWS = 16, NSA__GATE_AT = 14 };
 static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
     NSA__VIEW(attention, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    {offsetof(nsa_attention, k_cmp.out), NSA__OF_BLOCKS, NSA__WIDE_DIM, NSA__AS_ROWS, NSA__READ,
+     NSA__NONE, NSA__AT_k_cmp_out},
+    {offsetof(nsa_attention, v_cmp.out), NSA__OF_BLOCKS, NSA__WIDE_DIM_V, NSA__AS_ROWS, NSA__READ,
+     NSA__NONE, NSA__AT_v_cmp_out},
+    NSA__VIEW(attention, out_cmp, HEADS, DIM_V, ROWS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, lse_cmp, HEADS, ONE, REALS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE),
     NSA__VIEW(attention, k_slc, KEYS, DIM, ROWS, NSA__READ, ADDED),
     NSA__VIEW(attention, v_slc, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, out_slc, HEADS, DIM_V, ROWS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, lse_slc, HEADS, ONE, REALS, NSA__WRITTEN, NONE),
     NSA__VIEW(attention, k_win, KEYS, DIM, ROWS, NSA__READ, ADDED),
     NSA__VIEW(attention, v_win, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, out_win, HEADS, DIM_V, ROWS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, lse_win, HEADS, ONE, REALS, NSA__WRITTEN, NONE),
     NSA__VIEW(attention, gates, GATES, GATES, GATES, NSA__READ, ADDED),
-    NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
+    NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
 #undef NSA__VIEW
 
 /* The check of a descriptor, what shapes are, how rows are checked that are read in pieces, and the
@@ -1364,11 +1363,10 @@ typedef struct nsa__side {
 typedef struct nsa__checked {
     const nsa__side *side;
     const nsa_desc *d;
-    unsigned rows;     /* dtypes of rows; of keys and values alone those with a scale */
-    int forward;       /* 0: backward */
-    int compressed;    /* keys are compressed blocks */
-    int sums;          /* a gradient of a row that tokens, heads or sequences share is the sum */
-    const int *fields; /* NULL, or the views' names where they are fields of another struct */
+    unsigned rows;  /* dtypes of rows; of keys and values alone those with a scale */
+    int forward;    /* 0: backward */
+    int compressed; /* keys are compressed blocks */
+    int sums;       /* a gradient of a row that tokens, heads or sequences share is the sum */
 } nsa__checked;
 
 static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
@@ -1381,8 +1379,8 @@ static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
                           nsa_block_list_width(d),
                           nsa_slc_count(d, d->tokens),
                           nsa_cmp_count(d, d->tokens)};
-    if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
-    return c->side->keys(d, c->compressed, widths[v->width]);
+    if (v->rows < NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
+    return c->side->keys(d, c->compressed || v->rows == NSA__OF_BLOCKS, widths[v->width]);
 }
 
 /* Checks a view of x, or of dx if the field says so. */
@@ -1402,7 +1400,7 @@ static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const
 
 static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
     const unsigned floats = c->side->floats;
-    const unsigned others = v->rows == NSA__OF_KEYS ? 0 : NSA__SCALED;
+    const unsigned others = v->rows >= NSA__OF_KEYS ? 0 : NSA__SCALED;
     const unsigned dtypes[] = {c->rows & ~others, floats, floats, c->side->reals, NSA__INTS};
     return dtypes[v->as];
 }
@@ -1427,8 +1425,7 @@ static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views
         if (v->use & NSA__FORWARD && !c->forward) continue;
         if (v->use & NSA__OPTIONAL && !view->data) continue;
         NSA__CHECK(nsa__check_by(c, v, view, nsa__view_dtypes(c, v),
-                                 v->use & NSA__WRITTEN && c->forward,
-                                 c->fields ? c->fields[i] : v->field));
+                                 v->use & NSA__WRITTEN && c->forward, v->field));
     }
     return NSA_OK;
 }
@@ -2597,7 +2594,7 @@ NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, 
 /* The views of a call under their own names. */
 static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
     const unsigned rows = NSA__TENSORS | (forward ? NSA__SCALED : 0);
-    const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
+    const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0};
     return c;
 }
 
@@ -10179,28 +10176,12 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
     return nsa__chain_check_sizes(x, d, nsa__compress_check_sizes);
 }
 
-/* Views of all parts. Blocks are an output of forward and an input of backward, so lists are
-   checked only there. */
+/* Blocks are an output of forward and an input of backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    const nsa__chain c = nsa__chain_of(x);
-    const struct {
-        const nsa__view *views;
-        int n, compressed;
-        const void *x;
-        const int *fields;
-    } parts[] = {{nsa__attend_views, NSA__ATTEND_VIEWS - 1, 1, &c.cmp, nsa__chain_cmp},
-                 {nsa__attend_views, NSA__ATTEND_VIEWS - forward, 0, &c.slc, nsa__chain_slc},
-                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.win, nsa__chain_win},
-                 {nsa__gate_views, NSA__GATE_VIEWS, 0, &c.gate, nsa__chain_gate},
-                 {nsa__select_views, NSA__SELECT_VIEWS, 1, &c.select, nsa__chain_select}};
-    nsa__checked part = nsa__checked_of(d, forward, 0);
-    NSA__CHECK(nsa__check_phi(&part, &x->k_cmp, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__check_phi(&part, &x->v_cmp, NSA__TO_V_CMP));
-    for (int i = 0; i < (forward ? 5 : 4); i++) {
-        part.compressed = parts[i].compressed;
-        part.fields = parts[i].fields;
-        NSA__CHECK(nsa__check_views(&part, parts[i].views, parts[i].n, parts[i].x));
-    }
+    const nsa__checked c = nsa__checked_of(d, forward, 0);
+    NSA__CHECK(nsa__check_phi(&c, &x->k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&c, &x->v_cmp, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_views(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, x));
     return forward ? NSA_OK : nsa__check_lists(&x->blocks, d, NULL);
 }
 
@@ -10369,21 +10350,18 @@ static nsa_desc nsa__slice_desc(const nsa_desc *d, int tokens, int count, int kv
 /* The same: the branches' views and the gates, from the sequence and its kv head `head` on. */
 static nsa_attention nsa__slice_views(const nsa_attention *x, const nsa_desc *d,
                                       const nsa__seq *seq, int head) {
+    const int heads[] = {d->heads, d->gate_heads, nsa__list_heads(d), d->kv_heads, d->kv_heads};
     nsa_attention y = *x;
-    nsa_tensor *const of_heads[7] = {&y.q,       &y.out_cmp, &y.out_slc, &y.out_win,
-                                     &y.lse_cmp, &y.lse_slc, &y.lse_win};
-    nsa_tensor *const of_keys[4] = {&y.k_slc, &y.v_slc, &y.k_win, &y.v_win};
-    nsa_tensor *const of_blocks[2] = {&y.k_cmp.out, &y.v_cmp.out};
-    const int group = d->heads / d->kv_heads, gates = d->gate_heads / d->kv_heads;
-    const int lists = nsa__list_heads(d) / d->kv_heads;
-    for (int i = 0; i < 7; i++)
-        *of_heads[i] = nsa__view_at(*of_heads[i], seq->batch, seq->row, (int64_t)head * group);
-    for (int i = 0; i < 4; i++)
-        *of_keys[i] = nsa__view_at(*of_keys[i], seq->keys.batch, seq->keys.row, head);
-    for (int i = 0; i < 2; i++)
-        *of_blocks[i] = nsa__view_at(*of_blocks[i], seq->cmp.batch, seq->cmp.row, head);
-    y.gates = nsa__view_at(y.gates, seq->batch, seq->row, (int64_t)head * gates);
-    y.blocks = nsa__view_at(y.blocks, seq->batch, seq->row, (int64_t)head * lists);
+    for (int i = 0; i < NSA__ATTENTION_VIEWS; i++) {
+        const nsa__view *v = &nsa__attention_views[i];
+        const nsa__key_layout *keys = v->rows == NSA__OF_BLOCKS ? &seq->cmp : &seq->keys;
+        const int of_keys = v->rows >= NSA__OF_KEYS;
+        nsa_tensor *view = (nsa_tensor *)(void *)((char *)&y + v->offset);
+        if (v->use & NSA__FORWARD) continue; /* out: backward's may be anything */
+        *view =
+            nsa__view_at(*view, of_keys ? keys->batch : seq->batch, of_keys ? keys->row : seq->row,
+                         (int64_t)head * (heads[v->rows] / d->kv_heads));
+    }
     return y;
 }
 

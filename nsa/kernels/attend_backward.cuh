@@ -706,7 +706,7 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__check_backward(d, 0));
     const nsa__checked c = nsa__cuda_attend_checked(x, d, branch, 0);
-    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 0, NULL));
+    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 0));
     NSA__CHECK(nsa__check_gradients(&c, nsa__attend_views, NSA__ATTEND_VIEWS, dx, x));
     nsa_status s = nsa__cuda_check_workspace(
         nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan), workspace, bytes);

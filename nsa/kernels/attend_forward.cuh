@@ -169,7 +169,7 @@ static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *
     d = nsa__cuda_branch_desc(d, branch, &own);
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 1, NULL));
+    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 1));
     nsa_status s = nsa__cuda_check_workspace(
         nsa__cuda_attend_bytes(d, branch, nsa__cuda_forward_plan), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_attend_forward_run(x, d, branch, workspace, stream) : s;

@@ -319,11 +319,9 @@ static nsa__checked nsa__cuda_attend_checked(const nsa_attend *x, const nsa_desc
                                 branch == NSA__KEYS_CMP);
 }
 static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
-                                         nsa__cuda_branch_keys branch, int forward,
-                                         const int *fields) {
-    nsa__checked c = nsa__cuda_attend_checked(x, d, branch, forward);
+                                         nsa__cuda_branch_keys branch, int forward) {
+    const nsa__checked c = nsa__cuda_attend_checked(x, d, branch, forward);
     const int views = branch == NSA__KEYS_SLC ? NSA__ATTEND_VIEWS : NSA__ATTEND_VIEWS - 1;
-    c.fields = fields;
     return d->count ? nsa__check_views(&c, nsa__attend_views, views, x) : NSA_OK;
 }
 

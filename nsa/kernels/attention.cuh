@@ -17,14 +17,13 @@ static nsa_status nsa__cuda_attention_check_sizes(const nsa_attention *x, const 
 static nsa_status nsa__cuda_attention_check(const nsa_attention *x, const nsa_desc *d,
                                             int forward) {
     NSA__CHECK(nsa__cuda_attention_check_sizes(x, d));
-    const nsa__chain c = nsa__chain_of(x);
     NSA__CHECK(nsa__cuda_compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
     NSA__CHECK(nsa__cuda_compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__cuda_attend_check(&c.cmp, d, NSA__KEYS_CMP, forward, nsa__chain_cmp));
-    NSA__CHECK(nsa__cuda_attend_check(&c.slc, d, NSA__KEYS_SLC, forward, nsa__chain_slc));
-    NSA__CHECK(nsa__cuda_attend_check(&c.win, d, NSA__KEYS_WIN, forward, nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__cuda_select_check(&c.select, d, nsa__chain_select));
-    return nsa__cuda_gate_check(&c.gate, d, forward, nsa__chain_gate);
+    nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), forward, 0);
+    const nsa__view *gate = nsa__attention_views + NSA__GATE_AT;
+    if (d->count) NSA__CHECK(nsa__check_views(&c, nsa__attention_views, NSA__GATE_AT, x));
+    c.rows = NSA__FLOATS;
+    return nsa__check_views(&c, gate, NSA__ATTENTION_VIEWS - NSA__GATE_AT, x);
 }
 
 static size_t nsa__cuda_most(const size_t *sizes, size_t n) {

@@ -163,7 +163,7 @@ static const nsa__side nsa__cuda_side = {nsa__cuda_check_desc, nsa__cuda_query_s
 /* The views of a call; its rows are of `dtypes`. */
 static inline nsa__checked nsa__cuda_checked_of(const nsa_desc *d, unsigned dtypes, int forward,
                                                 int compressed) {
-    const nsa__checked c = {&nsa__cuda_side, d, dtypes, forward, compressed, 0, NULL};
+    const nsa__checked c = {&nsa__cuda_side, d, dtypes, forward, compressed, 0};
     return c;
 }
 

@@ -99,13 +99,6 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
     nsa__cuda_gate_put_logits(d, dx.logits, p.s.batch, t, p.head, g, dg);
 }
 
-static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                       const int *fields) {
-    nsa__checked c = nsa__cuda_checked_of(d, NSA__FLOATS, forward, 0);
-    c.fields = fields;
-    return nsa__check_views(&c, nsa__gate_views, NSA__GATE_VIEWS, x);
-}
-
 /* The launches alone, for the entry points and for the chain. */
 static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
                                              nsa__cuda_positions positions, cudaStream_t stream) {

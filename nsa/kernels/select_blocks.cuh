@@ -485,18 +485,12 @@ extern "C" size_t nsa_cuda_select_blocks_workspace_size(const nsa_desc *d) {
     return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_select_bytes(d) : 0;
 }
 
-static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
-                                         const int *fields) {
-    nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, 1);
-    c.fields = fields;
-    return nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x);
-}
-
 extern "C" nsa_status nsa_cuda_select_blocks(const nsa_select *x, const nsa_desc *d,
                                              void *workspace, size_t bytes, cudaStream_t stream) {
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__cuda_select_check(x, d, NULL));
+    const nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, 1);
+    NSA__CHECK(nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x));
     NSA__CHECK(nsa__cuda_check_workspace(nsa__cuda_select_bytes(d), workspace, bytes));
     return nsa__cuda_select_run(x, d, workspace, stream);
 }

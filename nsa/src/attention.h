@@ -13,28 +13,12 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
     return nsa__chain_check_sizes(x, d, nsa__compress_check_sizes);
 }
 
-/* Views of all parts. Blocks are an output of forward and an input of backward, so lists are
-   checked only there. */
+/* Blocks are an output of forward and an input of backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    const nsa__chain c = nsa__chain_of(x);
-    const struct {
-        const nsa__view *views;
-        int n, compressed;
-        const void *x;
-        const int *fields;
-    } parts[] = {{nsa__attend_views, NSA__ATTEND_VIEWS - 1, 1, &c.cmp, nsa__chain_cmp},
-                 {nsa__attend_views, NSA__ATTEND_VIEWS - forward, 0, &c.slc, nsa__chain_slc},
-                 {nsa__attend_views, NSA__ATTEND_VIEWS - 1, 0, &c.win, nsa__chain_win},
-                 {nsa__gate_views, NSA__GATE_VIEWS, 0, &c.gate, nsa__chain_gate},
-                 {nsa__select_views, NSA__SELECT_VIEWS, 1, &c.select, nsa__chain_select}};
-    nsa__checked part = nsa__checked_of(d, forward, 0);
-    NSA__CHECK(nsa__check_phi(&part, &x->k_cmp, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__check_phi(&part, &x->v_cmp, NSA__TO_V_CMP));
-    for (int i = 0; i < (forward ? 5 : 4); i++) {
-        part.compressed = parts[i].compressed;
-        part.fields = parts[i].fields;
-        NSA__CHECK(nsa__check_views(&part, parts[i].views, parts[i].n, parts[i].x));
-    }
+    const nsa__checked c = nsa__checked_of(d, forward, 0);
+    NSA__CHECK(nsa__check_phi(&c, &x->k_cmp, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__check_phi(&c, &x->v_cmp, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_views(&c, nsa__attention_views, NSA__ATTENTION_VIEWS, x));
     return forward ? NSA_OK : nsa__check_lists(&x->blocks, d, NULL);
 }
 
@@ -203,21 +187,18 @@ static nsa_desc nsa__slice_desc(const nsa_desc *d, int tokens, int count, int kv
 /* The same: the branches' views and the gates, from the sequence and its kv head `head` on. */
 static nsa_attention nsa__slice_views(const nsa_attention *x, const nsa_desc *d,
                                       const nsa__seq *seq, int head) {
+    const int heads[] = {d->heads, d->gate_heads, nsa__list_heads(d), d->kv_heads, d->kv_heads};
     nsa_attention y = *x;
-    nsa_tensor *const of_heads[7] = {&y.q,       &y.out_cmp, &y.out_slc, &y.out_win,
-                                     &y.lse_cmp, &y.lse_slc, &y.lse_win};
-    nsa_tensor *const of_keys[4] = {&y.k_slc, &y.v_slc, &y.k_win, &y.v_win};
-    nsa_tensor *const of_blocks[2] = {&y.k_cmp.out, &y.v_cmp.out};
-    const int group = d->heads / d->kv_heads, gates = d->gate_heads / d->kv_heads;
-    const int lists = nsa__list_heads(d) / d->kv_heads;
-    for (int i = 0; i < 7; i++)
-        *of_heads[i] = nsa__view_at(*of_heads[i], seq->batch, seq->row, (int64_t)head * group);
-    for (int i = 0; i < 4; i++)
-        *of_keys[i] = nsa__view_at(*of_keys[i], seq->keys.batch, seq->keys.row, head);
-    for (int i = 0; i < 2; i++)
-        *of_blocks[i] = nsa__view_at(*of_blocks[i], seq->cmp.batch, seq->cmp.row, head);
-    y.gates = nsa__view_at(y.gates, seq->batch, seq->row, (int64_t)head * gates);
-    y.blocks = nsa__view_at(y.blocks, seq->batch, seq->row, (int64_t)head * lists);
+    for (int i = 0; i < NSA__ATTENTION_VIEWS; i++) {
+        const nsa__view *v = &nsa__attention_views[i];
+        const nsa__key_layout *keys = v->rows == NSA__OF_BLOCKS ? &seq->cmp : &seq->keys;
+        const int of_keys = v->rows >= NSA__OF_KEYS;
+        nsa_tensor *view = (nsa_tensor *)(void *)((char *)&y + v->offset);
+        if (v->use & NSA__FORWARD) continue; /* out: backward's may be anything */
+        *view =
+            nsa__view_at(*view, of_keys ? keys->batch : seq->batch, of_keys ? keys->row : seq->row,
+                         (int64_t)head * (heads[v->rows] / d->kv_heads));
+    }
     return y;
 }
 

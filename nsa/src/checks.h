@@ -368,6 +368,6 @@ NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, 
 /* The views of a call under their own names. */
 static nsa__checked nsa__checked_of(const nsa_desc *d, int forward, int compressed) {
     const unsigned rows = NSA__TENSORS | (forward ? NSA__SCALED : 0);
-    const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0, NULL};
+    const nsa__checked c = {&nsa__cpu, d, rows, forward, compressed, 0};
     return c;
 }

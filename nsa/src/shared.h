@@ -350,19 +350,6 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
     }
 }
 
-/* The chain's names of its primitives' views, in the order of views.h: q is one view for all
-   branches, the rest is each branch's own. */
-static const int nsa__chain_cmp[] = {NSA__AT_q,       NSA__AT_k_cmp_out, NSA__AT_v_cmp_out,
-                                     NSA__AT_out_cmp, NSA__AT_lse_cmp,   NSA__AT_blocks};
-static const int nsa__chain_slc[] = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
-                                     NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
-static const int nsa__chain_win[] = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
-                                     NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
-static const int nsa__chain_select[] = {NSA__AT_q,      NSA__AT_k_cmp_out, NSA__AT_lse_cmp,
-                                        NSA__AT_scores, NSA__AT_p_cmp,     NSA__AT_blocks};
-static const int nsa__chain_gate[] = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
-                                      NSA__AT_out_win, NSA__AT_out};
-
 /* The chain's views as its primitives see them; for a gradient struct, their gradients. */
 typedef struct nsa__chain {
     nsa_attend cmp, slc, win;

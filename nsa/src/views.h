@@ -7,8 +7,9 @@
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_VIEWS)
 #define NSA__SHARED_VIEWS
 
-/* Rows: of queries by heads, gates or lists, or of keys. Then the numbers of a row. */
-enum { NSA__OF_HEADS, NSA__OF_GATES, NSA__OF_LISTS, NSA__OF_KEYS };
+/* Rows: of queries by heads, gates or lists, or of keys, or of compressed keys. Then the numbers of
+   a row. */
+enum { NSA__OF_HEADS, NSA__OF_GATES, NSA__OF_LISTS, NSA__OF_KEYS, NSA__OF_BLOCKS };
 enum {
     NSA__WIDE_DIM,
     NSA__WIDE_DIM_V,
@@ -96,16 +97,27 @@ static const nsa__view nsa__gate_views[NSA__GATE_VIEWS] = {
     NSA__VIEW(gate, win, HEADS, DIM_V, ROWS, NSA__READ, ADDED),
     NSA__VIEW(gate, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
 
-/* What the whole has beside its primitives' views and phi's: its gradients. */
-enum { NSA__ATTENTION_VIEWS = 7 };
+/* Those of the whole, but for what only phi takes. The last two are the gate's, of any dtype. */
+enum { NSA__ATTENTION_VIEWS = 16, NSA__GATE_AT = 14 };
 static const nsa__view nsa__attention_views[NSA__ATTENTION_VIEWS] = {
     NSA__VIEW(attention, q, HEADS, DIM, ROWS, NSA__READ, ADDED),
+    {offsetof(nsa_attention, k_cmp.out), NSA__OF_BLOCKS, NSA__WIDE_DIM, NSA__AS_ROWS, NSA__READ,
+     NSA__NONE, NSA__AT_k_cmp_out},
+    {offsetof(nsa_attention, v_cmp.out), NSA__OF_BLOCKS, NSA__WIDE_DIM_V, NSA__AS_ROWS, NSA__READ,
+     NSA__NONE, NSA__AT_v_cmp_out},
+    NSA__VIEW(attention, out_cmp, HEADS, DIM_V, ROWS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, lse_cmp, HEADS, ONE, REALS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, blocks, LISTS, LIST, INTS, NSA__WRITTEN, NONE),
     NSA__VIEW(attention, k_slc, KEYS, DIM, ROWS, NSA__READ, ADDED),
     NSA__VIEW(attention, v_slc, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, out_slc, HEADS, DIM_V, ROWS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, lse_slc, HEADS, ONE, REALS, NSA__WRITTEN, NONE),
     NSA__VIEW(attention, k_win, KEYS, DIM, ROWS, NSA__READ, ADDED),
     NSA__VIEW(attention, v_win, KEYS, DIM_V, ROWS, NSA__READ, ADDED),
+    NSA__VIEW(attention, out_win, HEADS, DIM_V, ROWS, NSA__WRITTEN, NONE),
+    NSA__VIEW(attention, lse_win, HEADS, ONE, REALS, NSA__WRITTEN, NONE),
     NSA__VIEW(attention, gates, GATES, GATES, GATES, NSA__READ, ADDED),
-    NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__READ, GIVEN)};
+    NSA__VIEW(attention, out, HEADS, DIM_V, ROWS, NSA__WRITTEN | NSA__FORWARD, GIVEN)};
 #undef NSA__VIEW
 
 /* The check of a descriptor, what shapes are, how rows are checked that are read in pieces, and the
@@ -123,11 +135,10 @@ typedef struct nsa__side {
 typedef struct nsa__checked {
     const nsa__side *side;
     const nsa_desc *d;
-    unsigned rows;     /* dtypes of rows; of keys and values alone those with a scale */
-    int forward;       /* 0: backward */
-    int compressed;    /* keys are compressed blocks */
-    int sums;          /* a gradient of a row that tokens, heads or sequences share is the sum */
-    const int *fields; /* NULL, or the views' names where they are fields of another struct */
+    unsigned rows;  /* dtypes of rows; of keys and values alone those with a scale */
+    int forward;    /* 0: backward */
+    int compressed; /* keys are compressed blocks */
+    int sums;       /* a gradient of a row that tokens, heads or sequences share is the sum */
 } nsa__checked;
 
 static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
@@ -140,8 +151,8 @@ static nsa__shape nsa__view_shape(const nsa__checked *c, const nsa__view *v) {
                           nsa_block_list_width(d),
                           nsa_slc_count(d, d->tokens),
                           nsa_cmp_count(d, d->tokens)};
-    if (v->rows != NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
-    return c->side->keys(d, c->compressed, widths[v->width]);
+    if (v->rows < NSA__OF_KEYS) return c->side->queries(d, heads[v->rows], widths[v->width]);
+    return c->side->keys(d, c->compressed || v->rows == NSA__OF_BLOCKS, widths[v->width]);
 }
 
 /* Checks a view of x, or of dx if the field says so. */
@@ -161,7 +172,7 @@ static nsa_status nsa__check_by(const nsa__checked *c, const nsa__view *v, const
 
 static unsigned nsa__view_dtypes(const nsa__checked *c, const nsa__view *v) {
     const unsigned floats = c->side->floats;
-    const unsigned others = v->rows == NSA__OF_KEYS ? 0 : NSA__SCALED;
+    const unsigned others = v->rows >= NSA__OF_KEYS ? 0 : NSA__SCALED;
     const unsigned dtypes[] = {c->rows & ~others, floats, floats, c->side->reals, NSA__INTS};
     return dtypes[v->as];
 }
@@ -186,8 +197,7 @@ static nsa_status nsa__check_views(const nsa__checked *c, const nsa__view *views
         if (v->use & NSA__FORWARD && !c->forward) continue;
         if (v->use & NSA__OPTIONAL && !view->data) continue;
         NSA__CHECK(nsa__check_by(c, v, view, nsa__view_dtypes(c, v),
-                                 v->use & NSA__WRITTEN && c->forward,
-                                 c->fields ? c->fields[i] : v->field));
+                                 v->use & NSA__WRITTEN && c->forward, v->field));
     }
     return NSA_OK;
 }
