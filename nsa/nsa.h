@@ -7221,12 +7221,28 @@ static int nsa__finite_row(const nsa__operand *o, nsa_real *row) {
     return 0;
 }
 
-/* Copies a row of the format, and returns the same. */
-static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
-                             const void *from) {
+/* The same of many rows of numbers: nonfinite[r] becomes 1. Few tasks have such a row, and a look
+   at all of them costs little more than at one. */
+static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
+                                unsigned char *nonfinite) {
+    if (o->pairs || o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
+    for (int r = 0; r < rows; r++)
+        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
+}
+
+/* Copies a row of the format, and returns the same, but for numbers, which nsa__zero_nonfinite is
+   to look at. */
+static int nsa__copy_row(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
+                         const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
     nsa__widen_rows(o, 1, x, from, to);
-    return nsa__finite_row(o, to);
+    return 1;
+}
+
+/* The same of one row alone. */
+static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
+                             const void *from) {
+    return nsa__copy_row(o, to, x, from) && (o->pairs || nsa__finite_row(o, to));
 }
 
 /* ---- Attention: plan and spans ----------------------------------------------------------------
@@ -7245,13 +7261,6 @@ typedef struct nsa__step {
     int64_t *reads; /* of each query and kv head: how many keys it has read */
 } nsa__step;
 
-/* What the chain and the cache ask of a branch beside its views. All zeros: nothing. */
-typedef struct nsa__attend_options {
-    const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
-                                  g times that, and gate->delta_out gets dout . out */
-    const nsa__step *step;     /* forward: NULL, or it is a step's */
-} nsa__attend_options;
-
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
    bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
 typedef struct nsa__attend_plan {
@@ -7262,7 +7271,9 @@ typedef struct nsa__attend_plan {
     nsa__branch branch;
     nsa__traits is;
     nsa__schedule cut;
-    nsa__attend_options options;
+    const nsa__step *step;     /* forward: NULL, or it is a step's */
+    const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
+                                  g times that, and gate->delta_out gets dout . out */
     int heads;             /* head jobs of a sequence: kv heads, or heads with lists of their own */
     int lists_per_kv_head; /* jobs that read one kv head: 1, or list heads of a kv head */
     int group;             /* query heads of a job */
@@ -7526,6 +7537,15 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
 
+/* The list of each query of a task in turn; the one NSA__ROWS_AHEAD behind it is prefetched. */
+static const int32_t *nsa__walk_lists(const nsa__head_job *job, const nsa__tile_iter *it, int a) {
+    const int later = a + NSA__ROWS_AHEAD;
+    if (later < it->queries)
+        nsa__fetch(nsa__block_list(job, it->first + later),
+                   (size_t)job->plan->list_width * sizeof(int32_t));
+    return nsa__block_list(job, it->first + a);
+}
+
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
    each query at at[i] and moves that on. Inlined with a constant `fill`, so that the innermost loop
    has no test of it. */
@@ -7534,7 +7554,7 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
     const nsa__attend_plan *p = job->plan;
     const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
-        const int32_t *list = nsa__block_list(job, it->first + a);
+        const int32_t *list = nsa__walk_lists(job, it, a);
         const int seen = nsa__span_end(job, it->first + a);
         int next = 0; /* the first tile that this query has not been counted for */
         for (int i = 0; i < width && list[i] >= 0; i++) {
@@ -7779,13 +7799,16 @@ static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real
         nsa__packed *columns = nsa__packed_columns(job, nth, begin + first);
         nsa_real *loaded = rows && nsa__takes_reals(o) ? rows : room;
         const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
+        unsigned char bad[NSA__LANES] = {0};
         for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
             nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
             if (key + i >= end)
                 memset(row, 0, (size_t)o->stride * sizeof *row);
-            else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
-                nonfinite |= (uint64_t)1 << (first + i);
+            else
+                bad[i] = !nsa__copy_row(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end));
         }
+        nsa__zero_nonfinite(o, NSA__LANES, loaded, bad);
+        for (int i = 0; i < NSA__LANES; i++) nonfinite |= (uint64_t)bad[i] << (first + i);
         if (columns) o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, columns);
         if (rows) nsa__rows_for_over(o, NSA__LANES, by_key, rows);
         if (job->listed_rows[nth])
@@ -7868,7 +7891,6 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
-    int scores_alone;    /* 1: there are no values */
     int copies;          /* 1: values are copied, because a sum over them was not finite */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
@@ -7922,7 +7944,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         some = (int)nsa__min(at_once, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        if (!f->scores_alone)
+        if (p->x->v.data) /* scores of blocks have no values */
             nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
@@ -8000,7 +8022,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
         nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
-    if (p->options.step) job->rows.ring = p->options.step->ring;
+    if (p->step) job->rows.ring = p->step->ring;
     job->in_place = job->gathers || seq->count <= p->cut.in_place_max;
     if (job->gathers) job->task_queries = 1;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
@@ -8035,15 +8057,6 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
     }
 }
 
-/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
-   look at all rows costs little more than at one of them. */
-static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
-                                unsigned char *nonfinite) {
-    if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
-    for (int r = 0; r < rows; r++)
-        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
-}
-
 /* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
    the operand's scale, if they take a factor. A row with a non-finite value becomes zeros, and its
    nonfinite[r] is set. */
@@ -8053,11 +8066,10 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        if (!nsa__copy_operand(o, row, x, nsa__walk_queries(job, it, x, o->width, r)))
-            nonfinite[r] = 1;
+        if (!nsa__copy_row(o, row, x, nsa__walk_queries(job, it, x, o->width, r))) nonfinite[r] = 1;
         if (scaled) o->tiles->scale(o->wide, o->scale, row, row);
     }
-    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite); /* times scale it may be too large */
+    nsa__zero_nonfinite(o, rows, to, nonfinite); /* behind scale, times which it may be too large */
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
@@ -8294,7 +8306,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.step && !f->in_place.copies ? p->options.step->reads : NULL;
+    int64_t *reads = p->step && !f->in_place.copies ? p->step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = job->seq.row + f->iter.first - job->seq.first + b->query[i];
@@ -8752,7 +8764,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.select = select;
-    p.options.step = step;
+    p.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__split_room_alloc(&room, &p, &scratch);
@@ -8913,7 +8925,9 @@ typedef struct nsa__backward {
     int32_t pending_tile[NSA__PENDING];
     int32_t pending_last[NSA__PENDING]; /* what it enters: the tile, or a list's last key there */
     int pending, oldest, newest;
-    int keys[NSA__TILE]; /* of the tile at hand, if the query is computed alone */
+    int at_once;              /* 1: the newest share is added by its products */
+    nsa_real ones[NSA__TILE]; /* factors of the sums that are there */
+    int keys[NSA__TILE];      /* of the tile at hand, if the query is computed alone */
 } nsa__backward;
 
 /* Share `nth` of dv or dk, and the numbers of each. */
@@ -8959,7 +8973,7 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
-    nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
+    nsa__load_gates(gates, &p->gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, gates);
     const nsa_real g = gates[p->branch];
@@ -8991,10 +9005,11 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__gate_job *gate = p->options.gate;
+    const nsa__gate_job *gate = p->gate;
     nsa_real *dout = f->rows[NSA__OF_V];
     nsa__tile_iter_begin(&f->iter, job, task);
     f->pending = f->oldest = 0;
+    for (int i = 0; i < NSA__TILE; i++) f->ones[i] = 1;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -9009,7 +9024,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (gate && nsa__takes_reals(&p->v)) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
+    if (gate) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data)
@@ -9036,7 +9051,7 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
    Returns ds by row. */
 static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const nsa__attend_plan *p,
                                                 const nsa__scored *x, nsa_real *const left[2]) {
-    const nsa_real *gate = p->options.gate ? f->gate : NULL;
+    const nsa_real *gate = p->gate ? f->gate : NULL;
     const ptrdiff_t ld = p->cut.tile;
     p->tiles->gradient(x, ld, f->lse, f->delta, left[NSA__OF_V], left[NSA__OF_K]);
     nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_V], NULL);
@@ -9062,6 +9077,29 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
     if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
 }
 
+/* What adds to the sums of dv or dk, from a key on, as a product ends: a share has the same bits
+   whether its product adds it or it has waited. */
+static nsa__result nsa__backward_sums(const nsa__backward *f, const nsa__head_job *job, int i,
+                                      ptrdiff_t key) {
+    const int wide = nsa__operand_at(job->plan, i)->wide;
+    const nsa__result sums = {job->sum[i] + key * wide, wide, NULL, 1, f->ones};
+    return sums;
+}
+
+/* Where a batch adds its part of the newest share. The first one is written there, and what it does
+   not reach becomes zeros. */
+static nsa__result nsa__backward_part(const nsa__backward *f, const nsa__attend_plan *p, int i,
+                                      const nsa__batch *b) {
+    const int wide = nsa__operand_at(p, i)->wide, first = b->query == f->iter.tile_query;
+    nsa_real *share = nsa__share(f, p, i, f->newest), *end = share + (ptrdiff_t)b->end * wide;
+    const size_t row = (size_t)wide * sizeof *share;
+    if (first) {
+        memset(share, 0, (size_t)b->begin * row);
+        memset(end, 0, (size_t)(p->cut.tile - b->end) * row);
+    }
+    return nsa__result_at(share + (ptrdiff_t)b->begin * wide, wide, !first);
+}
+
 /* s = q k^T, dp = dout v^T, then p and ds, and the gradients' products from these */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
@@ -9075,10 +9113,10 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     }
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, f->left);
     for (int i = 0; i < 2; i++) {
-        const int wide = nsa__operand_at(p, i)->wide;
+        if (!job->sum[i]) continue;
         const nsa__result sum =
-            nsa__result_at(nsa__share(f, p, i, f->newest) + (ptrdiff_t)b->begin * wide, wide, 1);
-        if (job->sum[i]) nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
+            f->at_once ? nsa__backward_sums(f, job, i, b->key) : nsa__backward_part(f, p, i, b);
+        nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
     }
     const nsa__matrix keys = {nsa__packed_rows(job, NSA__OF_K, b->key), p->k.wide, 1, NULL};
     nsa__backward_queries(f, p, &x, ds, x.n, &keys);
@@ -9188,9 +9226,11 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. */
-static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
+   may add it. If it may enter now, and one batch is all of the share, the batch's products add
+   it. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int may_enter) {
     const nsa__attend_plan *p = job->plan;
+    f->at_once = may_enter && !f->pending && f->iter.tile_queries <= p->cut.batch_queries;
     f->newest = (f->oldest + f->pending++) % NSA__PENDING;
     f->pending_tile[f->newest] = f->pending_last[f->newest] = f->iter.tile;
     f->nonfinite_keys[f->newest] = 0;
@@ -9198,9 +9238,6 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
         nsa__alone_tile(f, job);
         return;
     }
-    for (int i = 0; i < 2; i++)
-        memset(nsa__share(f, p, i, f->newest), 0,
-               (size_t)p->cut.tile * (size_t)nsa__operand_at(p, i)->wide * sizeof(nsa_real));
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         nsa__backward_batch(f, job, &b);
@@ -9208,17 +9245,14 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) sum[i] += x[i];
-}
-
 /* Adds the oldest share to the tile's sums. */
-static void nsa__backward_share(nsa__backward *f, const nsa__head_job *job) {
+static void nsa__backward_share(const nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int32_t oldest = f->oldest, tile = f->pending_tile[oldest];
+    const int32_t oldest = f->oldest, tile = f->pending_tile[oldest], keys = p->cut.tile;
     for (int i = 0; i < 2; i++) {
-        const ptrdiff_t n = (ptrdiff_t)p->cut.tile * nsa__operand_at(p, i)->wide;
-        if (job->sum[i]) nsa__sum_up(job->sum[i] + tile * n, nsa__share(f, p, i, oldest), n);
+        if (!job->sum[i] || f->at_once) continue;
+        const nsa__result sums = nsa__backward_sums(f, job, i, (ptrdiff_t)tile * keys);
+        p->tiles->join(keys, nsa__operand_at(p, i)->wide, nsa__share(f, p, i, oldest), &sums);
     }
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
 }
@@ -9226,7 +9260,10 @@ static void nsa__backward_share(nsa__backward *f, const nsa__head_job *job) {
 /* Adds what has waited longest, and returns what the task has then left. */
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const int32_t last = f->pending_last[f->oldest];
-    (job->gathers ? nsa__alone_add : nsa__backward_share)(f, job);
+    if (job->gathers)
+        nsa__alone_add(f, job);
+    else
+        nsa__backward_share(f, job);
     f->pending--;
     f->oldest = f->pending ? (f->oldest + 1) % NSA__PENDING : 0;
     return last + 1;
@@ -9255,7 +9292,7 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
         slot->migrated = 0;
-        nsa__backward_tile(f, job);
+        nsa__backward_tile(f, job, nsa__may_enter(ordered, slot->task, it->tile));
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);
@@ -9680,7 +9717,6 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     nsa__in_place_queries(&f->in_place, p, a);
     nsa__in_place_alloc(&f->in_place, p, a);
-    f->in_place.scores_alone = 1;
     if (p->d->count > p->cut.in_place_max)
         f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
 }
@@ -10448,7 +10484,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     gate.delta_out = dpart.gates.data ? &g->delta_out : NULL;
     for (int i = NSA__CMP; i <= NSA__WIN; i++) {
         nsa__attend_plan p = nsa__backward_plan(dviews[i], views[i], &slice, (nsa__branch)i, d);
-        p.options.gate = &gate;
+        p.gate = &gate;
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
     if (gate.delta_out) nsa__gate_run(gate);

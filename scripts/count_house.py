@@ -62,7 +62,6 @@ def table(texts):
     yield "branch tests outside spans", len(BRANCH_TEST.findall(joined)) - len(BRANCH_TEST.findall(in_spans))
     yield "lines that know a format", sum(bool(FORMAT.search(line))
                                           for name in attend for line in code[name].split("\n"))
-    yield "what the chain asks of a branch", fields(joined, "nsa__attend_options")
     yield "fields of the plan", fields(joined, "nsa__attend_plan")
     yield "functions with more parameters than six", sum(count > PARAMETERS for _, _, count, _ in every)
     yield "functions that prefetch", sum(bool(PREFETCH.search(body)) for *_, body in every)

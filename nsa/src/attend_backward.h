@@ -36,7 +36,9 @@ typedef struct nsa__backward {
     int32_t pending_tile[NSA__PENDING];
     int32_t pending_last[NSA__PENDING]; /* what it enters: the tile, or a list's last key there */
     int pending, oldest, newest;
-    int keys[NSA__TILE]; /* of the tile at hand, if the query is computed alone */
+    int at_once;              /* 1: the newest share is added by its products */
+    nsa_real ones[NSA__TILE]; /* factors of the sums that are there */
+    int keys[NSA__TILE];      /* of the tile at hand, if the query is computed alone */
 } nsa__backward;
 
 /* Share `nth` of dv or dk, and the numbers of each. */
@@ -82,7 +84,7 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
     const nsa_desc *d = p->d;
     int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real gates[3], *dout = f->rows[NSA__OF_V] + (ptrdiff_t)r * p->v.stride;
-    nsa__load_gates(gates, &p->options.gate->x->logits, d, job->seq.batch,
+    nsa__load_gates(gates, &p->gate->x->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, gates);
     const nsa_real g = gates[p->branch];
@@ -114,10 +116,11 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__gate_job *gate = p->options.gate;
+    const nsa__gate_job *gate = p->gate;
     nsa_real *dout = f->rows[NSA__OF_V];
     nsa__tile_iter_begin(&f->iter, job, task);
     f->pending = f->oldest = 0;
+    for (int i = 0; i < NSA__TILE; i++) f->ones[i] = 1;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -132,7 +135,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (gate && nsa__takes_reals(&p->v)) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
+    if (gate) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data)
@@ -159,7 +162,7 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
    Returns ds by row. */
 static const nsa__packed *nsa__backward_weights(const nsa__backward *f, const nsa__attend_plan *p,
                                                 const nsa__scored *x, nsa_real *const left[2]) {
-    const nsa_real *gate = p->options.gate ? f->gate : NULL;
+    const nsa_real *gate = p->gate ? f->gate : NULL;
     const ptrdiff_t ld = p->cut.tile;
     p->tiles->gradient(x, ld, f->lse, f->delta, left[NSA__OF_V], left[NSA__OF_K]);
     nsa__round_left(&p->v, x, ld, gate, left[NSA__OF_V], NULL);
@@ -185,6 +188,29 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
     if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
 }
 
+/* What adds to the sums of dv or dk, from a key on, as a product ends: a share has the same bits
+   whether its product adds it or it has waited. */
+static nsa__result nsa__backward_sums(const nsa__backward *f, const nsa__head_job *job, int i,
+                                      ptrdiff_t key) {
+    const int wide = nsa__operand_at(job->plan, i)->wide;
+    const nsa__result sums = {job->sum[i] + key * wide, wide, NULL, 1, f->ones};
+    return sums;
+}
+
+/* Where a batch adds its part of the newest share. The first one is written there, and what it does
+   not reach becomes zeros. */
+static nsa__result nsa__backward_part(const nsa__backward *f, const nsa__attend_plan *p, int i,
+                                      const nsa__batch *b) {
+    const int wide = nsa__operand_at(p, i)->wide, first = b->query == f->iter.tile_query;
+    nsa_real *share = nsa__share(f, p, i, f->newest), *end = share + (ptrdiff_t)b->end * wide;
+    const size_t row = (size_t)wide * sizeof *share;
+    if (first) {
+        memset(share, 0, (size_t)b->begin * row);
+        memset(end, 0, (size_t)(p->cut.tile - b->end) * row);
+    }
+    return nsa__result_at(share + (ptrdiff_t)b->begin * wide, wide, !first);
+}
+
 /* s = q k^T, dp = dout v^T, then p and ds, and the gradients' products from these */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
@@ -198,10 +224,10 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     }
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, f->left);
     for (int i = 0; i < 2; i++) {
-        const int wide = nsa__operand_at(p, i)->wide;
+        if (!job->sum[i]) continue;
         const nsa__result sum =
-            nsa__result_at(nsa__share(f, p, i, f->newest) + (ptrdiff_t)b->begin * wide, wide, 1);
-        if (job->sum[i]) nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
+            f->at_once ? nsa__backward_sums(f, job, i, b->key) : nsa__backward_part(f, p, i, b);
+        nsa__backward_keys(f, p, i, &x, f->left[i], &sum);
     }
     const nsa__matrix keys = {nsa__packed_rows(job, NSA__OF_K, b->key), p->k.wide, 1, NULL};
     nsa__backward_queries(f, p, &x, ds, x.n, &keys);
@@ -311,9 +337,11 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *slot, ns
 }
 
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. */
-static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
+   may add it. If it may enter now, and one batch is all of the share, the batch's products add
+   it. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int may_enter) {
     const nsa__attend_plan *p = job->plan;
+    f->at_once = may_enter && !f->pending && f->iter.tile_queries <= p->cut.batch_queries;
     f->newest = (f->oldest + f->pending++) % NSA__PENDING;
     f->pending_tile[f->newest] = f->pending_last[f->newest] = f->iter.tile;
     f->nonfinite_keys[f->newest] = 0;
@@ -321,9 +349,6 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
         nsa__alone_tile(f, job);
         return;
     }
-    for (int i = 0; i < 2; i++)
-        memset(nsa__share(f, p, i, f->newest), 0,
-               (size_t)p->cut.tile * (size_t)nsa__operand_at(p, i)->wide * sizeof(nsa_real));
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         nsa__backward_batch(f, job, &b);
@@ -331,17 +356,14 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) sum[i] += x[i];
-}
-
 /* Adds the oldest share to the tile's sums. */
-static void nsa__backward_share(nsa__backward *f, const nsa__head_job *job) {
+static void nsa__backward_share(const nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int32_t oldest = f->oldest, tile = f->pending_tile[oldest];
+    const int32_t oldest = f->oldest, tile = f->pending_tile[oldest], keys = p->cut.tile;
     for (int i = 0; i < 2; i++) {
-        const ptrdiff_t n = (ptrdiff_t)p->cut.tile * nsa__operand_at(p, i)->wide;
-        if (job->sum[i]) nsa__sum_up(job->sum[i] + tile * n, nsa__share(f, p, i, oldest), n);
+        if (!job->sum[i] || f->at_once) continue;
+        const nsa__result sums = nsa__backward_sums(f, job, i, (ptrdiff_t)tile * keys);
+        p->tiles->join(keys, nsa__operand_at(p, i)->wide, nsa__share(f, p, i, oldest), &sums);
     }
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
 }
@@ -349,7 +371,10 @@ static void nsa__backward_share(nsa__backward *f, const nsa__head_job *job) {
 /* Adds what has waited longest, and returns what the task has then left. */
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const int32_t last = f->pending_last[f->oldest];
-    (job->gathers ? nsa__alone_add : nsa__backward_share)(f, job);
+    if (job->gathers)
+        nsa__alone_add(f, job);
+    else
+        nsa__backward_share(f, job);
     f->pending--;
     f->oldest = f->pending ? (f->oldest + 1) % NSA__PENDING : 0;
     return last + 1;
@@ -378,7 +403,7 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     } else if (it->tile < it->tile_end) {
         if (slot->migrated) nsa__tile_iter_read(it, job);
         slot->migrated = 0;
-        nsa__backward_tile(f, job);
+        nsa__backward_tile(f, job, nsa__may_enter(ordered, slot->task, it->tile));
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);

@@ -82,7 +82,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.step && !f->in_place.copies ? p->options.step->reads : NULL;
+    int64_t *reads = p->step && !f->in_place.copies ? p->step->reads : NULL;
     if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = job->seq.row + f->iter.first - job->seq.first + b->query[i];

@@ -36,7 +36,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__split split;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.select = select;
-    p.options.step = step;
+    p.step = step;
     p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__split_room_alloc(&room, &p, &scratch);

@@ -36,7 +36,6 @@ typedef struct nsa__in_place {
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
-    int scores_alone;    /* 1: there are no values */
     int copies;          /* 1: values are copied, because a sum over them was not finite */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
@@ -90,7 +89,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         some = (int)nsa__min(at_once, n - i);
         nsa__matrix k = *keys;
         const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        if (!f->scores_alone)
+        if (p->x->v.data) /* scores of blocks have no values */
             nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)

@@ -60,13 +60,16 @@ static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real
         nsa__packed *columns = nsa__packed_columns(job, nth, begin + first);
         nsa_real *loaded = rows && nsa__takes_reals(o) ? rows : room;
         const nsa__matrix by_key = {loaded, o->stride, 1, NULL};
+        unsigned char bad[NSA__LANES] = {0};
         for (int i = 0, key = begin + first; i < NSA__LANES; i++) {
             nsa_real *row = loaded + (ptrdiff_t)i * o->stride;
             if (key + i >= end)
                 memset(row, 0, (size_t)o->stride * sizeof *row);
-            else if (!nsa__copy_operand(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end)))
-                nonfinite |= (uint64_t)1 << (first + i);
+            else
+                bad[i] = !nsa__copy_row(o, row, x, nsa__walk_keys(job, x, o->width, key + i, end));
         }
+        nsa__zero_nonfinite(o, NSA__LANES, loaded, bad);
+        for (int i = 0; i < NSA__LANES; i++) nonfinite |= (uint64_t)bad[i] << (first + i);
         if (columns) o->tiles->transpose(NSA__LANES, o->depth, o->stride, loaded, tile, columns);
         if (rows) nsa__rows_for_over(o, NSA__LANES, by_key, rows);
         if (job->listed_rows[nth])

@@ -17,13 +17,6 @@ typedef struct nsa__step {
     int64_t *reads; /* of each query and kv head: how many keys it has read */
 } nsa__step;
 
-/* What the chain and the cache ask of a branch beside its views. All zeros: nothing. */
-typedef struct nsa__attend_options {
-    const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
-                                  g times that, and gate->delta_out gets dout . out */
-    const nsa__step *step;     /* forward: NULL, or it is a step's */
-} nsa__attend_options;
-
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
    bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
 typedef struct nsa__attend_plan {
@@ -34,7 +27,9 @@ typedef struct nsa__attend_plan {
     nsa__branch branch;
     nsa__traits is;
     nsa__schedule cut;
-    nsa__attend_options options;
+    const nsa__step *step;     /* forward: NULL, or it is a step's */
+    const nsa__gate_job *gate; /* backward: NULL, or dx.out is the gate's: the branch's dout is its
+                                  g times that, and gate->delta_out gets dout . out */
     int heads;             /* head jobs of a sequence: kv heads, or heads with lists of their own */
     int lists_per_kv_head; /* jobs that read one kv head: 1, or list heads of a kv head */
     int group;             /* query heads of a job */

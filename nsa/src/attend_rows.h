@@ -16,7 +16,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
         nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
-    if (p->options.step) job->rows.ring = p->options.step->ring;
+    if (p->step) job->rows.ring = p->step->ring;
     job->in_place = job->gathers || seq->count <= p->cut.in_place_max;
     if (job->gathers) job->task_queries = 1;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
@@ -51,15 +51,6 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team, int few,
     }
 }
 
-/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
-   look at all rows costs little more than at one of them. */
-static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
-                                unsigned char *nonfinite) {
-    if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
-    for (int r = 0; r < rows; r++)
-        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
-}
-
 /* Loads the rows of a task's queries, q or dout, as products take them, with zeros behind: times
    the operand's scale, if they take a factor. A row with a non-finite value becomes zeros, and its
    nonfinite[r] is set. */
@@ -69,11 +60,10 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     const int rows = it->queries * job->plan->group, scaled = nsa__takes_reals(o);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * o->stride;
-        if (!nsa__copy_operand(o, row, x, nsa__walk_queries(job, it, x, o->width, r)))
-            nonfinite[r] = 1;
+        if (!nsa__copy_row(o, row, x, nsa__walk_queries(job, it, x, o->width, r))) nonfinite[r] = 1;
         if (scaled) o->tiles->scale(o->wide, o->scale, row, row);
     }
-    if (scaled) nsa__zero_nonfinite(o, rows, to, nonfinite); /* times scale it may be too large */
+    nsa__zero_nonfinite(o, rows, to, nonfinite); /* behind scale, times which it may be too large */
 }
 
 /* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */

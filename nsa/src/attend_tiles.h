@@ -92,6 +92,15 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
 
+/* The list of each query of a task in turn; the one NSA__ROWS_AHEAD behind it is prefetched. */
+static const int32_t *nsa__walk_lists(const nsa__head_job *job, const nsa__tile_iter *it, int a) {
+    const int later = a + NSA__ROWS_AHEAD;
+    if (later < it->queries)
+        nsa__fetch(nsa__block_list(job, it->first + later),
+                   (size_t)job->plan->list_width * sizeof(int32_t));
+    return nsa__block_list(job, it->first + a);
+}
+
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
    each query at at[i] and moves that on. Inlined with a constant `fill`, so that the innermost loop
    has no test of it. */
@@ -100,7 +109,7 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
     const nsa__attend_plan *p = job->plan;
     const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
-        const int32_t *list = nsa__block_list(job, it->first + a);
+        const int32_t *list = nsa__walk_lists(job, it, a);
         const int seen = nsa__span_end(job, it->first + a);
         int next = 0; /* the first tile that this query has not been counted for */
         for (int i = 0; i < width && list[i] >= 0; i++) {

@@ -285,7 +285,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     gate.delta_out = dpart.gates.data ? &g->delta_out : NULL;
     for (int i = NSA__CMP; i <= NSA__WIN; i++) {
         nsa__attend_plan p = nsa__backward_plan(dviews[i], views[i], &slice, (nsa__branch)i, d);
-        p.options.gate = &gate;
+        p.gate = &gate;
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
     if (gate.delta_out) nsa__gate_run(gate);

@@ -144,10 +144,26 @@ static int nsa__finite_row(const nsa__operand *o, nsa_real *row) {
     return 0;
 }
 
-/* Copies a row of the format, and returns the same. */
-static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
-                             const void *from) {
+/* The same of many rows of numbers: nonfinite[r] becomes 1. Few tasks have such a row, and a look
+   at all of them costs little more than at one. */
+static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
+                                unsigned char *nonfinite) {
+    if (o->pairs || o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
+    for (int r = 0; r < rows; r++)
+        if (!nsa__finite_row(o, x + (ptrdiff_t)r * o->stride)) nonfinite[r] = 1;
+}
+
+/* Copies a row of the format, and returns the same, but for numbers, which nsa__zero_nonfinite is
+   to look at. */
+static int nsa__copy_row(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
+                         const void *from) {
     if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
     nsa__widen_rows(o, 1, x, from, to);
-    return nsa__finite_row(o, to);
+    return 1;
+}
+
+/* The same of one row alone. */
+static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, const nsa_tensor *x,
+                             const void *from) {
+    return nsa__copy_row(o, to, x, from) && (o->pairs || nsa__finite_row(o, to));
 }

@@ -56,7 +56,6 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     nsa__in_place_queries(&f->in_place, p, a);
     nsa__in_place_alloc(&f->in_place, p, a);
-    f->in_place.scores_alone = 1;
     if (p->d->count > p->cut.in_place_max)
         f->scores = nsa__alloc_reals(a, p->cut.task_queries * nsa__scorer_stride(p->d));
 }
