@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # embed.sh WAY BUILD DIR [STATIC]: examples/embed as a project of somebody else, who takes nsa in that way:
-# bare, static, shared, pool, add_subdirectory, fetch_content, find_package, pkg_config, meson or
+# bare, static, shared, pool, add_subdirectory, fetch_content, installed, find_package, pkg_config, meson or
 # meson_subproject. BUILD is a configured build folder of this project; find_package, pkg_config and meson
 # install from it and move what was installed.
 # What docs/embedding.md says of a build system is built as it stands there.
@@ -118,9 +118,27 @@ add_subdirectory | fetch_content | find_package)
         exit 1
     }
     ;;
+installed)
+    mkdir app user third_party
+    ln -s "$root" third_party/nsa
+    mv third_party app
+    mv embed.c user
+    printf '%s\n' '#include "nsa.h"' 'int app(void);' 'int app(void) { return NSA_VERSION_MAJOR; }' >app/app.c
+    { printf '%s\n' 'cmake_minimum_required(VERSION 3.22)' 'project(app C)' 'add_library(app STATIC app.c)' &&
+        page_lines; } >app/CMakeLists.txt
+    printf '%s\n' 'cmake_minimum_required(VERSION 3.22)' 'project(user C)' 'find_package(app REQUIRED)' \
+        'add_executable(embed embed.c)' "target_link_libraries(embed PRIVATE ${library[*]} app::app)" \
+        >user/CMakeLists.txt
+    {
+        cmake -S app -B first && cmake --build first && cmake --install first --prefix "$dir/prefix" &&
+            cmake -S user -B build -DCMAKE_PREFIX_PATH="$dir/prefix" && cmake --build build
+    } >log 2>&1 || { cat log && exit 1; }
+    cmp "$root/nsa/nsa.h" prefix/include/nsa/nsa.h
+    check build/embed
+    ;;
 *)
     echo "embed.sh: WAY is bare, static, shared, pool, add_subdirectory, fetch_content," \
-        "find_package, pkg_config, meson or meson_subproject"
+        "installed, find_package, pkg_config, meson or meson_subproject"
     exit 2
     ;;
 esac
