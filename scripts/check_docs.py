@@ -2,7 +2,7 @@
 """Checks what README.md, docs/*.md and the other READMEs claim about the tree.
 
   check_docs.py quotes     fenced code that names a file stands in that file, word for word; all code says who keeps it
-  check_docs.py names      every nsa_... name, every path and every link in the text leads somewhere
+  check_docs.py names      every nsa_... name, option, path and link in the text leads somewhere
   check_docs.py commands [BIN]
                            every command block is run, and prints what the text says; those that call programs of
                            the build, with those in BIN. Of blocks that are not run, programs know their options
@@ -167,10 +167,31 @@ def known_names():
     return names
 
 
+def known_flags():
+    """Every --option that a table, a parser or a script of the tree names."""
+    flags = set()
+    for folder in ("examples", "python", "simt", "tests", "bench", "scripts"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in {".c", ".h", ".py", ".sh", ""}:
+                flags |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(errors="replace")))
+    return flags | {"--no-" + flag[2:] for flag in flags}
+
+
+OTHERS = {"ctest", "cmake", "zstd", "tensorboard", "debootstrap", "python", "sbatch"}  # have their own
+
+
+def unknown_flags(line, flags):
+    """Options in a line's quoted words that nothing of this tree has."""
+    for words in re.findall(r"`([^`]*)`", line):
+        if words.split(" ")[0] not in OTHERS:
+            yield from (flag for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", words) if flag not in flags)
+
+
 def check_names():
-    names, findings, checked = known_names(), [], 0
+    names, flags, findings, checked = known_names(), known_flags(), [], 0
     for path in documents():
         for number, line in prose(path):
+            findings += [f"{path}:{number}: nothing has the option {flag}" for flag in unknown_flags(line, flags)]
             for name in re.findall(r"`[^`]*`", line):
                 for word in re.findall(r"\b(?:nsa|NSA)_\w+", name):
                     checked += 1
