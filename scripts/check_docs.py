@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks what README.md, docs/*.md and the other READMEs claim about the tree.
 
-  check_docs.py quotes     fenced code that names a file stands in that file, word for word
-  check_docs.py names      every nsa_... name, every path and every link in the text leads somewhere
+  check_docs.py quotes     fenced code that names a file stands in that file, word for word; all code says who keeps it
+  check_docs.py names      every nsa_... name, option, path and link in the text leads somewhere
   check_docs.py commands [BIN]
                            every command block is run, and prints what the text says; those that call programs of
                            the build, with those in BIN. Of blocks that are not run, programs know their options
@@ -18,7 +18,8 @@ A fence whose info string has a second word quotes that file: ```c nsa/src/rope.
 whole piece has more or less of than the file does not count. A fence ```sh run is run in a scratch
 folder that shows the tree, the programs, and what a reader has: a model where quickstart leaves it, my.yaml,
 my_text.txt and corpus/. A fence ```text output right after it is what it must print. Other fences ```sh say why not:
-```sh slow: REASON or ```sh needs: WHAT.
+```sh slow: REASON or ```sh needs: WHAT. Code that quotes no file is ```LANGUAGE run: TEST, which takes it from the page
+(fences_run_by), or ```LANGUAGE needs: WHAT.
 
 Exit code: the number of findings, at most 99. Not here: spelling, style, links to other sites.
 """
@@ -86,10 +87,36 @@ def find_piece(piece, text, begin):
     return None
 
 
+def fences_run_by(test):
+    """(document, line, text) of every fence that says that this test runs it."""
+    return [(path, line, "\n".join(body) + "\n") for path in documents() for line, info, body in fences(path)
+            if info[1:3] == ["run:", test]]
+
+
+CODE = {"c", "cpp", "cuda", "python", "cmake", "meson", "yaml"}
+
+
+def keeper_missing(info):
+    """What a fence of code lacks that quotes no file, or None."""
+    if info[1:2] == ["needs:"] and len(info) > 2:
+        return None
+    if info[1:2] != ["run:"] or len(info) < 3:
+        return f"must be one of: {info[0]} FILE, {info[0]} run: TEST, {info[0]} needs: WHAT"
+    test = ROOT / info[2]
+    if not test.is_file() or not re.search(r"fences_run_by\(|run_pages\(|run: tests/package", test.read_text()):
+        return f"{info[2]} runs no fences"
+    return None
+
+
 def check_quotes():
     findings, checked = [], 0
     for path in documents():
         for line, info, body in fences(path):
+            if info[:1] and info[0] in CODE and (len(info) < 2 or info[1].endswith(":")):
+                checked += 1
+                lacks = keeper_missing(info)
+                findings += [f"{path}:{line}: {lacks}"] if lacks else []
+                continue
             if len(info) < 2 or info[0] == "sh" or info[1] == "output":
                 continue
             source = ROOT / info[1]
@@ -140,10 +167,31 @@ def known_names():
     return names
 
 
+def known_flags():
+    """Every --option that a table, a parser or a script of the tree names."""
+    flags = set()
+    for folder in ("examples", "python", "simt", "tests", "bench", "scripts"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in {".c", ".h", ".py", ".sh", ""}:
+                flags |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(errors="replace")))
+    return flags | {"--no-" + flag[2:] for flag in flags}
+
+
+OTHERS = {"ctest", "cmake", "zstd", "tensorboard", "debootstrap", "python", "sbatch"}  # have their own
+
+
+def unknown_flags(line, flags):
+    """Options in a line's quoted words that nothing of this tree has."""
+    for words in re.findall(r"`([^`]*)`", line):
+        if words.split(" ")[0] not in OTHERS:
+            yield from (flag for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", words) if flag not in flags)
+
+
 def check_names():
-    names, findings, checked = known_names(), [], 0
+    names, flags, findings, checked = known_names(), known_flags(), [], 0
     for path in documents():
         for number, line in prose(path):
+            findings += [f"{path}:{number}: nothing has the option {flag}" for flag in unknown_flags(line, flags)]
             for name in re.findall(r"`[^`]*`", line):
                 for word in re.findall(r"\b(?:nsa|NSA)_\w+", name):
                     checked += 1
@@ -256,6 +304,13 @@ def command_blocks():
 def check_commands(programs=None):
     programs = programs and pathlib.Path(programs).resolve()
     findings, checked, left = [], 0, 0
+    for path, line, settings in fences_run_by("scripts/check_docs.py") if programs else ():
+        checked += 1
+        with tempfile.TemporaryDirectory() as scratch:
+            (pathlib.Path(scratch) / "page.yaml").write_text(settings)
+            check = f"{programs}/train_tiny --config page.yaml --dataset synthetic --check"
+            printed, code = run_commands(check, scratch)
+        findings += [f"{path}:{line}: exit code {code}\n{printed}"] if code else []
     with tempfile.TemporaryDirectory() as folder:
         model = programs and make_model(programs, pathlib.Path(folder) / "model")
         for path, line, kind, script, said in command_blocks():

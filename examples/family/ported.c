@@ -83,7 +83,7 @@ typedef struct parameters {
 
 static parameters parameters_new(nsa_phi phi, int units) {
     size_t first = phi == NSA_PHI_MLP ? (size_t)units * FLAT : FLAT,
-           second = (size_t)D * 2 * HIDDEN;
+           second = (size_t)D * (size_t)units;
     parameters p = {phi,           units,        floats(first), floats(FLAT), floats(second),
                     floats(first), floats(FLAT), floats(second)};
     return p;

@@ -23,7 +23,21 @@ import nsa
 from nsa import _abi, _library
 
 RNG = np.random.default_rng(7)
-HEADER = pathlib.Path(__file__).resolve().parents[2] / "nsa" / "nsa.h"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HEADER = ROOT / "nsa" / "nsa.h"
+sys.path.append(str(ROOT / "scripts"))
+import check_docs  # noqa: E402
+
+
+def run_pages(case, test, **given):
+    """Runs what the documents say in Python and this test keeps, with what a reader has: the names that are left."""
+    blocks = check_docs.fences_run_by(f"python/tests/{test}.py")
+    case.assertTrue(blocks)
+    for page, line, block in blocks:
+        with case.subTest(page=page, line=line):
+            names = dict(given)
+            exec(compile(block, f"{page}:{line}", "exec"), names)
+            yield names
 
 
 def rows(*shape, dtype=np.float32):
@@ -77,6 +91,14 @@ def scored_blocks(q, k, weights, tokens, stride, block, count, act, pool, forced
 SCORED = ((1, "relu", "max", True, "tail", 0, 1), (2, "linear", "mean", False, "inside", 0, 1),
           (4, "relu", "max", True, "tail", 1, 0), (4, "relu", "mean", True, "tail", 0, 1),
           (8, "linear", "max", True, "on_top", 1, 2), (16, "linear", "max", False, "tail", 0, 1))
+
+
+class Pages(unittest.TestCase):
+    def test_page(self):
+        for said in run_pages(self, "test_core"):
+            sees = np.tril(np.ones((256, 256), bool)) & ~np.tril(np.ones((256, 256), bool), -64)
+            out, _ = softmax_attention(said["q"], said["k"], said["v"], sees)
+            np.testing.assert_allclose(said["out"], out, atol=1e-5)
 
 
 class BFloat16:

@@ -21,7 +21,7 @@ if not (pathlib.Path(nsa.__file__).parent / "libnsa_xla.so").exists():
     subprocess.run([sys.executable, "-m", "nsa.build", "jax"], check=True,
                    env={**os.environ, "PYTHONPATH": str(pathlib.Path(nsa.__file__).parents[1])})
 import nsa.jax as nj  # noqa: E402
-from test_core import SCORED, scored_blocks  # noqa: E402
+from test_core import SCORED, run_pages, scored_blocks  # noqa: E402
 
 GEOMETRY = dict(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24)
 B, T, H, HK, D, DV = 2, 52, 4, 2, 16, 8
@@ -108,6 +108,14 @@ def both(function, plain, *inputs):
     places = tuple(range(len(inputs)))
     found = jax.jit(jax.grad(lambda *x: (function(*x) * weight).sum(), places))(*inputs)
     close(found, jax.grad(lambda *x: (plain(*x) * weight).sum(), places)(*inputs))
+
+
+class Pages(unittest.TestCase):
+    def test_page(self):
+        given = {name: jnp.asarray(RNG.standard_normal((1, 64, heads, 16)).astype(np.float32))
+                 for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+        for said in run_pages(self, "test_jax", **given):
+            self.assertEqual([g.shape for g in said["gradients"]], [given[name].shape for name in "qkv"])
 
 
 class Jax(unittest.TestCase):

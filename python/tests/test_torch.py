@@ -25,7 +25,7 @@ import nsa
 import nsa.torch as nt
 from nsa.torch import _call as one_step, _memory as memory, _native as native, _operators as operators
 from nsa._pack import PHI, options
-from test_core import SCORED, scored_blocks
+from test_core import SCORED, run_pages, scored_blocks
 
 DEVICE = os.environ.get("NSA_TEST_DEVICE", "cpu")
 GEOMETRY = dict(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24)
@@ -172,6 +172,31 @@ def leaves(q, k, v, gates, phi_k, phi_v):
 
 
 @F64
+@CPU
+class Pages(unittest.TestCase):
+    def test_page(self):
+        class config:
+            rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+            max_position_embeddings = 64
+        def f32(*shape):
+            return torch.randn(*shape)
+        def i32(*numbers):
+            return torch.tensor(numbers, dtype=torch.int32)
+        one_page = dict(q=f32(1, 64, 4, 16), k=f32(1, 64, 2, 16), v=f32(1, 64, 2, 16), gates=f32(1, 64, 4, 3),
+                        k_rows=f32(1, 4, 2, 16), v_rows=f32(1, 4, 2, 16), firsts=i32(0), counts=i32(64), table=i32([0]))
+        for said in run_pages(self, "test_torch", x=f32(96, 768), cu_seqlens=i32(0, 32, 96), longest=64, config=config,
+                              **one_page):
+            if "out" not in said:  # README's first lines
+                self.assertEqual(said["y"].shape, (1, 2048, 768))
+                continue
+            self.assertEqual(said["y"].shape, (96, 768))
+            self.assertEqual(said["turned"].shape, said["q"].shape)
+            with torch.no_grad():
+                self.assertEqual(said["attention"](f32(1, 1, 768), cache=said["cache"]).shape, (1, 1, 768))
+            whole = nt.attention(*(said[name] for name in "qkvkvkv"), said["gates"])
+            self.assertTrue(torch.equal(said["out"], whole))
+
+
 class Gradients(unittest.TestCase):
     def test_each_operator_is_its_reference(self):
         for name, (function, tensors, plain) in cases().items():

@@ -7,6 +7,7 @@ It wants transformers, accelerate and peft, as transformers.sh installs them. co
 """
 import contextlib
 import io
+import os
 import pathlib
 import subprocess
 import sys
@@ -92,6 +93,22 @@ class Uses(unittest.TestCase):
         self.assertEqual(got.tolist(), want.tolist())
 
     # ---- generate ----
+
+    def test_page(self):
+        """README's lines, in a folder where the export lies as there."""
+        sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "scripts"))
+        import check_docs
+        with tempfile.TemporaryDirectory() as room, contextlib.redirect_stdout(io.StringIO()) as printed:
+            (pathlib.Path(room) / "hf").mkdir()
+            (pathlib.Path(room) / "hf/quickstart").symlink_to(self.folder / "hf")
+            before = os.getcwd()
+            os.chdir(room)
+            try:
+                for _, _, block in check_docs.fences_run_by("python/tests/use_transformers.py"):
+                    exec(block, {})
+            finally:
+                os.chdir(before)
+        self.assertTrue(printed.getvalue().startswith("The "))
 
     def test_greedy(self):
         got = self.generate()

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # embed.sh WAY BUILD DIR [STATIC]: examples/embed as a project of somebody else, who takes nsa in that way:
-# bare, static, shared, pool, add_subdirectory, fetch_content, find_package, pkg_config, meson or
+# bare, static, shared, pool, add_subdirectory, fetch_content, installed, find_package, pkg_config, meson or
 # meson_subproject. BUILD is a configured build folder of this project; find_package, pkg_config and meson
 # install from it and move what was installed.
+# What docs/embedding.md says of a build system is built as it stands there.
 # STATIC is the folder of `static`: with it the implementation is not compiled again, but the caller is,
 # against the header that this way finds, which must be nsa.h to the byte.
 set -euo pipefail
@@ -20,6 +21,13 @@ if [ -n "$static" ]; then
     sed -i '/define NSA_IMPLEMENTATION/d' "$dir"/{embed.c,embed.cpp,pool.c}
     library=("$static/libnsa.a")
 fi
+
+# The lines of the page for this way, whose program is called app.
+page_lines() {
+    awk -v head="run: tests/package/embed.sh $way" '/^```/ { on = substr($0, index($0, " ") + 1) == head; next } on' \
+        "$root/docs/embedding.md" | tee page
+    [ -s page ] || { echo "docs/embedding.md has no lines for $way" >&2 && return 1; }
+}
 
 install_and_move() {
     cmake --install "$build" --prefix "$dir/first" >/dev/null
@@ -70,20 +78,30 @@ pkg_config)
     # shellcheck disable=SC2046 # lists of words
     cc embed.c "${library[@]}" $(pkg-config --cflags --libs nsa) -o embed
     check ./embed
+    # A folder outside of the prefix, as Nix gives for headers, or for what nsa.pc lies in.
+    for given in INCLUDEDIR="$dir/other/include" DATADIR="$dir/other/share"; do
+        rm -rf build
+        cmake -S "$root" -B build -DMESON_PS_LOADED=ON -DCMAKE_INSTALL_PREFIX="$dir/out" \
+            -DCMAKE_INSTALL_"$given" >log 2>&1 || { cat log && exit 1; }
+        cmake --install build >/dev/null
+        found=$(PKG_CONFIG_PATH=$dir/out/share/pkgconfig:$dir/other/share/pkgconfig pkg-config --cflags-only-I nsa)
+        found=${found% }
+        cmp "$root/nsa/nsa.h" "${found#-I}/nsa.h"
+        rm -rf out other
+    done
     ;;
 meson | meson_subproject)
     "$root/tests/package/need.sh" meson ninja pkg-config || exit $?
     if [ "$way" = meson ]; then
         install_and_move
         export PKG_CONFIG_PATH=$dir/moved/share/pkgconfig
-        found="dependency('nsa')"
     else
         mkdir subprojects
         ln -s "$root" subprojects/nsa
-        found="[import('cmake').subproject('nsa').dependency('nsa'), meson.get_compiler('c').find_library('m')]"
     fi
-    printf "%s\n" "project('app', 'c')" "nsa = $found" \
-        "executable('embed', 'embed.c', dependencies: nsa, link_args: '${library[*]}')" >meson.build
+    mv embed.c app.c
+    export LDFLAGS=${library[*]}
+    { echo "project('app', 'c')" && page_lines; } >meson.build
     meson setup build >log 2>&1 || { cat log && exit 1; }
     grep -q '^Build targets in project: 1$' log || {
         echo "the programs of nsa have become programs of the project that embeds it"
@@ -91,24 +109,47 @@ meson | meson_subproject)
         exit 1
     }
     ninja -C build >log 2>&1 || { cat log && exit 1; }
-    check build/embed
+    check build/app
     ;;
 add_subdirectory | fetch_content | find_package)
     [ "$way" != find_package ] || install_and_move
-    cmake -S . -B build -DWAY="$way" -DNSA_ROOT="$root" -DCMAKE_PREFIX_PATH="$dir/moved" \
-        -DLIBRARY="${library[*]}" >log 2>&1 ||
+    mkdir -p app/third_party
+    ln -s "$root" app/third_party/nsa
+    ln -s "$root" nsa
+    mv embed.c app/app.c
+    mv embed.cpp CMakeLists.txt app
+    page_lines >app/page.cmake
+    cmake -S app -B build -DCMAKE_PREFIX_PATH="$dir/moved" -DLIBRARY="${library[*]}" >log 2>&1 ||
         { cat log && exit 1; }
     cmake --build build >log 2>&1 || { cat log && exit 1; }
-    check build/embed
+    check build/app
     check build/embed_cpp
     [ "$(cd build && ctest -N | grep -c 'Test *#')" -eq 0 ] || {
         echo "the tests of nsa have become tests of the project that embeds it"
         exit 1
     }
     ;;
+installed)
+    mkdir app user third_party
+    ln -s "$root" third_party/nsa
+    mv third_party app
+    mv embed.c user
+    printf '%s\n' '#include "nsa.h"' 'int app(void);' 'int app(void) { return NSA_VERSION_MAJOR; }' >app/app.c
+    { printf '%s\n' 'cmake_minimum_required(VERSION 3.22)' 'project(app C)' 'add_library(app STATIC app.c)' &&
+        page_lines; } >app/CMakeLists.txt
+    printf '%s\n' 'cmake_minimum_required(VERSION 3.22)' 'project(user C)' 'find_package(app REQUIRED)' \
+        'add_executable(embed embed.c)' "target_link_libraries(embed PRIVATE ${library[*]} app::app)" \
+        >user/CMakeLists.txt
+    {
+        cmake -S app -B first && cmake --build first && cmake --install first --prefix "$dir/prefix" &&
+            cmake -S user -B build -DCMAKE_PREFIX_PATH="$dir/prefix" && cmake --build build
+    } >log 2>&1 || { cat log && exit 1; }
+    cmp "$root/nsa/nsa.h" prefix/include/nsa/nsa.h
+    check build/embed
+    ;;
 *)
     echo "embed.sh: WAY is bare, static, shared, pool, add_subdirectory, fetch_content," \
-        "find_package, pkg_config, meson or meson_subproject"
+        "installed, find_package, pkg_config, meson or meson_subproject"
     exit 2
     ;;
 esac
