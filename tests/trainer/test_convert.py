@@ -16,6 +16,8 @@ import sys
 import tempfile
 import unittest
 
+from poison import KINDS, change
+
 PROGRAMS = {}
 SMALL = """--dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 --d-v 12 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 --nsa-n-sel 4
     --nsa-w 24 --seq-len 64 --batch-size 2 --steps 3 --lr 3e-2 --threads 1 --eval-every 0""".split()
@@ -544,6 +546,16 @@ class Convert(unittest.TestCase):
         before = {path.name: path.read_bytes() for path in other.iterdir()}
         self.assertIn("older export", run("convert", "export", made, other, code=1).stderr)
         self.assertEqual({path.name: path.read_bytes() for path in other.iterdir()}, before)
+
+    def test_export_of_numbers_that_are_none(self):
+        """Weights of a checkpoint that are not finite are refused by tensor, as those of an import are."""
+        out = self.train("with_nan")
+        change(out / "checkpoints/latest", KINDS["nan"][0])
+        for command in (("convert", "export", out, self.room / "hf_of_nan"), ("generate", out, "--prompt", "a"),
+                        ("inspect", out, "--prompt", "a", "--out", self.room / "seen.json")):
+            done = run(*command, code=1 if command[0] == "convert" else 2)
+            self.assertIn("tensor norm.weight: number 0 is nan; must be finite in f32", done.stderr)
+        self.assertEqual(list((self.room / "hf_of_nan").iterdir()), [])
 
     def test_export_on_a_full_disk(self):
         """The older export stays whole until the new one is."""
