@@ -183,8 +183,16 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
     return batch, count
 
 
+def check_nested(name: str, x: Any) -> None:
+    """PyTorch has tensors of several shapes, whose own errors say nothing of ours."""
+    if getattr(x, "is_nested", False):
+        raise refused("SIZE", name, "a nested tensor, must have one shape: of sequences that differ in length x.values() are "
+                                    "the packed rows, and x.offsets() in int32 their begins")
+
+
 def axes(name: str, x: Any) -> Any:
     """The shape of what must have rows of heads."""
+    check_nested(name, x)
     shape = getattr(x, "shape", None)
     if shape is None:
         raise refused("NULL", name, f"{'None' if x is None else type(x).__name__}, must be a tensor")
@@ -198,6 +206,7 @@ def tokens_of(rows: Any, begins: Any, pages: Any, longest: Any) -> Any:
     if begins is not None:
         return longest
     if pages is not None:
+        check_nested("pages", pages)
         return longest or pages.shape[-1] * rows
     if longest and longest < rows:
         raise refused("SIZE", "longest", f"{longest}, and each sequence has {rows} tokens: must be at least as many, or 0; "
@@ -255,6 +264,7 @@ def scored_tokens(text: str, stride: int, longest: int, first: int | None, q: An
     """Of the longest sequence, for score_blocks. How many tokens the last key lacks its rows do not say; those of all
     queries do, or `longest`."""
     begins, firsts, _, pages = arrays
+    axes("q", q), axes("k", k)
     check_key_stride(stride, option(text, "slc_block"), 0)
     if stride > 1 and begins is None and pages is None and (longest or first is None and firsts is None):
         return longest or q.shape[1]
