@@ -282,9 +282,25 @@ class Convert(unittest.TestCase):
                                   ("max_position_embeddings", "2k", "max_position_embeddings: must be a number"),
                                   ("max_position_embeddings", 0, "max_position_embeddings: must be 1 or more"),
                                   ("partial_rotary_factor", "1", "partial_rotary_factor: must be a number"),
+                                  ("rope_theta", None, "rope_theta: must be a number, or absent"),
+                                  ("rope_parameters", {"rope_theta": None}, "rope_theta: must be a number, or absent"),
+                                  ("rope_scaling", {"rope_type": None}, "rope_type: must be a word"),
+                                  ("rope_scaling", {"rope_type": 5, "type": "linear"}, "rope_type: must be a word"),
+                                  ("rope_scaling", {"rope_type": "linear", "type": 5}, "type: must be a word"),
+                                  ("rms_norm_eps", None, "rms_norm_eps: must be a number"),
                                   ("rope_parameters", "linear", "rope_parameters: must be an object"),
                                   ("rope_parameters", {"rope_theta": 5e5}, "rope_theta: is there twice")):
             self.refused(words, {**LLAMA, key: value})
+        self.refused("head_dim: must be an integer", {**LLAMA, "model_type": "qwen3", "head_dim": None})
+        # What transformers makes of null: a switch that is off, heads of an equal share, none left out.
+        done = self.refuse_weights({**LLAMA, "tie_word_embeddings": None})
+        self.assertIn("lm_head.weight", done.stderr)  # which the weights here lack, as the embeddings' are its own
+        for key in ("head_dim", "num_key_value_heads", "max_position_embeddings"):
+            absent = {name: x for name, x in LLAMA.items() if name != key}
+            self.assertEqual(self.settings({**absent, key: None}), self.settings(absent), key)
+        older = {"type": "linear", "factor": 4.0}
+        for scaling in ({"rope_type": None, **older}, {"rope_type": "linear", "type": None, "factor": 4.0}):
+            self.assertEqual(self.settings({**LLAMA, "rope_scaling": scaling}), self.settings({**LLAMA, "rope_scaling": older}))
         both = {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
         self.refused("rope_scaling and rope_parameters: must be the same", {**LLAMA, **both})
         same = self.settings({**LLAMA, "rope_scaling": LLAMA3, "rope_parameters": LLAMA3})
