@@ -28,8 +28,9 @@ from typing import Any
 
 import torch as _torch
 
-from .._pack import (PHI as _PHI, axes as _axes, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
-                     phi_of as _phi_of, scored_tokens as _scored_tokens, tokens_of as _tokens_of)
+from .. import _pack
+from .._pack import (PHI as _PHI, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
+                     phi_of as _phi_of)
 from .._refused import refused as _refused
 from . import _operators as _o
 from ._memory import release_memory
@@ -41,6 +42,22 @@ Tensor = _torch.Tensor
 __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
            "compress", "cuda_library", "gate", "merge", "rank_queries", "release_memory", "rope", "score_blocks",
            "score_lists", "select_blocks"]
+
+
+def _axes(name: str, x: Any) -> Any:
+    """The shape of what must have rows of heads."""
+    _o.check_nested(name, x)
+    return _pack.axes(name, x)
+
+
+def _tokens_of(rows: Any, begins: Tensor | None, pages: Tensor | None, longest: Any) -> Any:
+    _o.check_nested("pages", pages)
+    return _pack.tokens_of(rows, begins, pages, longest)
+
+
+def _scored_tokens(text: str, stride: int, longest: int, first: int | None, q: Tensor, k: Tensor, arrays: Any) -> Any:
+    _axes("q", q), _axes("k", k)
+    return _pack.scored_tokens(text, stride, longest, first, q, k, arrays)
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,

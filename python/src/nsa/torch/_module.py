@@ -16,7 +16,7 @@ import nsa
 
 from . import _operators as _o
 from .._library import Lock
-from .._pack import PHI, check_int, check_nested, options, parse, rope_fields
+from .._pack import PHI, check_int, options, parse, rope_fields
 from .._refused import refused
 from ._native import DTYPES
 
@@ -140,7 +140,7 @@ class NativeSparseAttention(nn.Module):
         cache the tokens are appended to it, of sequence b the first counts[b]; rows behind them come back as zeros."""
         if not isinstance(x, Tensor):
             raise TypeError(f"x: {type(x).__name__}, must be a tensor")
-        check_nested("x", x)
+        _o.check_nested("x", x)
         longest, packed = _o.integer("longest", longest), begins is not None and x.dim() == 2
         x = x[None] if packed else x
         if x.dim() != 3:

@@ -51,6 +51,14 @@ class _Sites(dict):
         return self[wanted]
 
 
+_is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else lambda: False
+
+
+def check_nested(name: str, x: Any) -> None:
+    if not _is_compiling():  # PyTorch 2.4 asks no tensor there, and compiles no nested one either
+        _pack.check_nested(name, x)
+
+
 # ---- Defining -----------------------------------------------------------------------------------
 
 def _cast(arguments: Sequence[Any], device: str, keep: Sequence[int]) -> list[Any]:
@@ -85,7 +93,7 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
 
     def check_plain(given: Sequence[Any]) -> None:
         for i, _, argument in rules:
-            _pack.check_nested(argument, given[i])
+            check_nested(argument, given[i])
 
     def shaped(found: list[torch.Tensor]) -> Any:
         if returned in ("Tensor", "()"):
@@ -160,7 +168,7 @@ def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Se
     """The operator. Plain calls go past the dispatcher, which costs as much as the rest of what Python does; if they are
     not recorded for backward, only the results that are `wanted` are allocated."""
     tensors_of, plain, is_grad_enabled = itemgetter(*places), {torch.Tensor, torch.nn.Parameter}, torch.is_grad_enabled
-    is_compiling, mark = torch.compiler.is_dynamo_compiling, _call.RECORDED
+    is_compiling, mark = _is_compiling, _call.RECORDED
 
     def call(given: tuple[Any, ...], wanted: int) -> Any:
         if is_compiling():
