@@ -130,8 +130,15 @@ def options(**fields: Any) -> str:
     """Options in the form that the operators take: a string, for a graph holds nothing else."""
     return ",".join(f"{name}={value!r}" if isinstance(value, float) else f"{name}={getattr(value, 'value', value)}"
                     if isinstance(value, (int, str)) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ()
-                    else f"{name}=" + "/".join(repr(float(x)) for x in value)
+                    else f"{name}=" + _numbers(name, value)
                     for name, value in fields.items() if value is not None)
+
+
+def _numbers(name: str, values: Any) -> str:
+    try:
+        return "/".join(repr(float(x)) for x in values)
+    except (TypeError, ValueError, RuntimeError):
+        raise refused("OPTION", name, f"{type(values).__name__}, must be a number, a word, or numbers in a list") from None
 
 
 @functools.lru_cache(None)
@@ -192,7 +199,6 @@ def check_nested(name: str, x: Any) -> None:
 
 def axes(name: str, x: Any) -> Any:
     """The shape of what must have rows of heads."""
-    check_nested(name, x)
     shape = getattr(x, "shape", None)
     if shape is None:
         raise refused("NULL", name, f"{'None' if x is None else type(x).__name__}, must be a tensor")
@@ -206,7 +212,6 @@ def tokens_of(rows: Any, begins: Any, pages: Any, longest: Any) -> Any:
     if begins is not None:
         return longest
     if pages is not None:
-        check_nested("pages", pages)
         return longest or pages.shape[-1] * rows
     if longest and longest < rows:
         raise refused("SIZE", "longest", f"{longest}, and each sequence has {rows} tokens: must be at least as many, or 0; "
@@ -264,7 +269,6 @@ def scored_tokens(text: str, stride: int, longest: int, first: int | None, q: An
     """Of the longest sequence, for score_blocks. How many tokens the last key lacks its rows do not say; those of all
     queries do, or `longest`."""
     begins, firsts, _, pages = arrays
-    axes("q", q), axes("k", k)
     check_key_stride(stride, option(text, "slc_block"), 0)
     if stride > 1 and begins is None and pages is None and (longest or first is None and firsts is None):
         return longest or q.shape[1]
