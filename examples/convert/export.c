@@ -116,6 +116,7 @@ static bool write_model(const checkpoint *k, const char *folder, fault *f) {
     safetensors_file *from = safetensors_open(from_path, f);
     if (!from) return false;
     bool ok = read_tensors(from, &list, &block, f) &&
+              safetensors_check_finite(from_path, list, safetensors_count(from), f) &&
               safetensors_write(path, list, safetensors_count(from), &bytes, &xxh64, f);
     safetensors_close(from);
     free(list);

@@ -3,7 +3,6 @@
 
 #include <inttypes.h>
 #include <jansson.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -110,18 +109,6 @@ static bool same_shape(const safetensors_tensor *a, const safetensors_tensor *b)
     return same;
 }
 
-/* A model with one that is not computes nothing but those; of f64 it may only be too large. */
-static bool check_finite(const char *path, const safetensors_tensor *to, const char *name,
-                         fault *f) {
-    size_t count = safetensors_tensor_bytes(to) / sizeof(float);
-    const float *values = to->data;
-    for (size_t i = 0; i < count; i++)
-        if (!isfinite(values[i]))
-            return fault_set(f, "%s: tensor %.100s: number %zu is %g; must be finite in f32", path,
-                             name, i, (double)values[i]);
-    return true;
-}
-
 static bool take(importer *x, const char *path, const safetensors_tensor *t, fault *f) {
     int place = find(x, t->name);
     size_t count = safetensors_tensor_bytes(t);
@@ -154,7 +141,9 @@ static bool take(importer *x, const char *path, const safetensors_tensor *t, fau
     default:
         return fault_set(f, "%s: tensor %.100s: must be F64, F32, BF16 or F16", path, t->name);
     }
-    return check_finite(path, to, t->name, f);
+    safetensors_tensor taken = *to;
+    taken.name = t->name; /* as the file has it; what f64 holds may only be too large */
+    return safetensors_check_finite(path, &taken, 1, f);
 }
 
 /* Each tensor's own, aligned for any of the dtypes. */

@@ -214,7 +214,7 @@ static void add_switch(import_flags *x, const char *flag, bool on) {
 enum kind { INTEGER, NUMBER, SWITCH, WORD };
 
 /* A key and the flag that takes it. Where it is missing, `other` stands for it; NULL: it must be
-   there. */
+   there. A null is a switch that is off, and nothing else: Python computes with no other. */
 typedef struct row {
     const char *key, *flag;
     enum kind kind;
@@ -224,7 +224,7 @@ typedef struct row {
 static bool add_row(import_flags *x, const json_t *root, const row *r, fault *f) {
     static const char *const kinds[] = {"an integer", "a number", "true or false", "a word"};
     const json_t *v = json_object_get(root, r->key);
-    if (r->other && (!v || json_is_null(v))) {
+    if (r->other && (!v || (json_is_null(v) && r->kind == SWITCH))) {
         add_word(x, r->flag, r->other);
         return true;
     }
@@ -250,7 +250,8 @@ static bool add_rows(import_flags *x, const json_t *root, const row *rows, size_
 
 #define ADD_ROWS(x, root, rows, f) add_rows(x, root, rows, sizeof(rows) / sizeof *(rows), f)
 
-/* A key that must be a number where it is there, and may be null. */
+/* A key that must be a number where it is there, and may be null if transformers takes null for
+   absent there. */
 static bool number_or(const json_t *object, const char *key, double other, double *to, fault *f) {
     const json_t *v = json_object_get(object, key);
     *to = json_is_number(v) ? json_number_value(v) : other;
@@ -322,11 +323,17 @@ static bool add_ramp(import_flags *x, const json_t *root, const json_t *scaling,
     return llama3 || check_yarn(scaling, factor, f);
 }
 
-/* Its name, under either key; "default" where it has none. */
+/* Its name, under either key, of which one may be null; "default" where it has none. */
 static bool scaling_kind(const json_t *scaling, const char **kind, fault *f) {
-    const char *word = json_string_value(json_object_get(scaling, "rope_type"));
-    const char *older = json_string_value(json_object_get(scaling, "type"));
+    static const char *const names[] = {"rope_type", "type"};
+    const json_t *given[] = {json_object_get(scaling, names[0]),
+                             json_object_get(scaling, names[1])};
+    const char *word = json_string_value(given[0]), *older = json_string_value(given[1]);
     *kind = word ? word : older ? older : "default";
+    for (int i = 0; i < 2; i++)
+        if (given[i] && !json_is_string(given[i]) &&
+            !(json_is_null(given[i]) && json_is_string(given[!i])))
+            return fault_set(f, "config.json: rope_scaling: %s: must be a word", names[i]);
     if (!word && !older && json_object_get(scaling, "factor"))
         return fault_set(f, "config.json: rope_scaling: rope_type: must be a word");
     return !word || !older || !strcmp(word, older) ||
@@ -374,6 +381,9 @@ static bool add_rope(import_flags *x, const json_t *root, fault *f) {
                                 "or one of them absent");
         scaling = found[i];
     }
+    if (json_is_null(json_object_get(root, "rope_theta")) ||
+        json_is_null(json_object_get(scaling, "rope_theta")))
+        return fault_set(f, "config.json: rope_theta: must be a number, or absent");
     if (!number_or(root, "rope_theta", 0, &base, f) ||
         !number_or(scaling, "rope_theta", base, &inner, f) ||
         !number_or(root, "partial_rotary_factor", 1, &partial, f) ||
@@ -430,7 +440,8 @@ static bool add_heads(import_flags *x, const family *m, const json_t *root, faul
     json_int_t share = heads > 0 && dim % heads == 0 ? dim / heads : 0, groups = heads;
     if (!width && m->head_dim) share = m->head_dim;
     if (json_is_integer(width)) share = json_integer_value(width);
-    if (share < 1 || (width && !json_is_integer(width) && !json_is_null(width)))
+    bool none = json_is_null(width) && !m->head_dim; /* null is a share where absent is one too */
+    if (share < 1 || (width && !json_is_integer(width) && !none))
         return fault_set(f, "config.json: head_dim: must be an integer, or hidden_size a multiple "
                             "of num_attention_heads");
     if (!kv && m->kv_heads) groups = m->kv_heads;

@@ -15,6 +15,7 @@ import base64
 import html
 import json
 import math
+import os
 import pathlib
 import struct
 import sys
@@ -393,8 +394,29 @@ def page(data, pictures):
     """page.html with the pictures and the numbers in it. A `</` in the text must not end the script."""
     numbers = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     drawn = "\n".join(f"<figure>{picture}</figure>" for picture in pictures.values())
-    return ((HERE / "page.html").read_text().replace("<!-- pictures -->", drawn)
+    return ((HERE / "page.html").read_text(encoding="utf-8").replace("<!-- pictures -->", drawn)
             .replace("/* numbers */ null", numbers))
+
+
+def write_files(folder, files):
+    """Beside their names, and put in place when all are whole: until then older ones stay as they are. What is no
+    file, a device behind a link, is written where it is."""
+    drafts = {}
+    try:
+        for name, content in files.items():
+            path = (folder / name).resolve()
+            draft = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            drafts[draft] = path
+            draft.write_text(content, encoding="utf-8")
+            if path.is_file():
+                draft.chmod(path.stat().st_mode & 0o777)
+        for draft, path in drafts.items():
+            if draft != path:
+                draft.replace(path)
+    finally:
+        for draft, path in drafts.items():
+            if draft != path:
+                draft.unlink(missing_ok=True)
 
 
 def main():
@@ -406,7 +428,7 @@ def main():
     parser.add_argument("--kv-head", type=int, default=0)
     options = parser.parse_args()
     try:
-        data = json.loads(pathlib.Path(options.json).read_text())
+        data = json.loads(pathlib.Path(options.json).read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError("no object")
         lacks = [key for key in (*SIZES, "text", "queries", "counted") if key not in data]
@@ -424,11 +446,10 @@ def main():
     pictures = {"reads": draw_reads(data, layer, options.kv_head), "blocks": draw_blocks(data),
                 "gates": draw_gates(data), "scores": draw_scores(data)}
     folder = pathlib.Path(options.folder)
+    files = {**{f"{name}.svg": picture for name, picture in pictures.items()}, "index.html": page(data, pictures)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, picture in pictures.items():
-            (folder / f"{name}.svg").write_text(picture)
-        (folder / "index.html").write_text(page(data, pictures))
+        write_files(folder, files)
     except OSError as error:
         raise SystemExit(f"{folder}: cannot write there: {error}")
     print(f"wrote {', '.join(f'{name}.svg' for name in pictures)} and index.html to {folder}")

@@ -368,6 +368,33 @@ class Jax(unittest.TestCase):
                 with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
                     traced()
 
+    def test_arrays_of_numpy(self):
+        """They are JAX's, whose numbers have 32 bits here, before anything says what they are: numpy's own have 64."""
+        narrow = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+        q, k, v, gates = (RNG.standard_normal((1, T, h, w)) for h, w in ((H, D), (HK, D), (HK, D), (H, 3)))
+        lists, weights = np.zeros((1, T, HK, 3), np.int64) - [0, 1, 1], RNG.standard_normal((1, T, H))
+        one, w1 = dict(begins=np.array([0, 20, T]), longest=32), RNG.standard_normal((HK, 8, D))
+        step = dict(firsts=np.array([0]), counts=np.array([T]))
+        for name, call in (
+                ("rope", lambda x: nj.rope(x(q), x(np.arange(T)[None]), frequencies=np.arange(1.0, 9))),
+                ("compress", lambda x: nj.compress(x(k), {"w1": x(w1)}, phi="conv", cmp_block=8, cmp_stride=4)),
+                ("win", lambda x: nj.attend_win(x(q), x(k), v=x(v), window=9)),
+                ("packed", lambda x: nj.attend_dense(x(q), x(k), x(v), **jax.tree.map(x, one))),
+                ("a step", lambda x: nj.attend_dense(x(q), x(k), x(v), **jax.tree.map(x, step))),
+                ("slc", lambda x: nj.attend_slc(x(q), x(k), x(v), x(lists), slc_block=16, slc_count=3)),
+                ("lists", lambda x: nj.score_lists(x(q), x(k), x(lists), x(weights), slc_block=16, slc_count=3)),
+                ("score", lambda x: nj.score_blocks(x(q), x(k), x(weights), slc_block=16, slc_count=3, scores=True)),
+                ("merge", lambda x: nj.merge(x(q), x(weights), x(q), x(weights))),
+                ("gate", lambda x: nj.gate(x(gates), x(q), x(q), x(q))),
+                ("whole", lambda x: nj.attention(*map(x, (q, k, v, k, v, k, v, gates)), phi_k=("conv", {"w1": x(w1)}), **GEOMETRY))):
+            with self.subTest(name), narrow(False):
+                found, expected = (jax.tree.leaves(call(x)) for x in (lambda x: x, jnp.asarray))
+                for a, b in zip(found, expected):
+                    self.assertEqual(a.dtype, b.dtype)
+                    np.testing.assert_array_equal(a, b)
+        with self.assertRaisesRegex(nsa.Refused, "^w1: ndarray, must be a number, a word, or numbers in a list"):
+            nj.compress(k, w1=w1)
+
     def test_fewer_queries_than_tokens(self):
         with self.assertRaisesRegex(nsa.Refused, "first: not given, and there are 12 rows of queries for 52 tokens"):
             nj.attend_dense(self.q[:, 40:], self.k, self.v)

@@ -988,6 +988,33 @@ class Misuse(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "q: None, must be a tensor"):
             nt.attend_win(None, k, v)
 
+    def test_nested_tensors(self):
+        """PyTorch's errors about them are internal ones, which name neither the tensor nor what is allowed."""
+        module, plain = nt.NativeSparseAttention(32, H, HK, **GEOMETRY), torch.zeros(2, 5, H, 8)
+        numbers = torch.zeros(1, dtype=torch.int32)
+        for layout in (torch.strided, getattr(torch, "jagged", None)):
+            if layout is None:
+                continue
+            kind = {} if layout is torch.strided else {"layout": layout}
+            make = lambda *widths, **more: torch.nested.nested_tensor([torch.zeros(n, *widths) for n in (3, 5)], **kind, **more)
+            x, ints = make(H, 8, requires_grad=True), make(H, 3, dtype=torch.int32)
+            packed = lambda **arrays: nt.attend_dense(plain[:1], plain[:1], plain[:1], **arrays)
+            for name, call in (
+                    ("x", lambda: module(make(32))), ("x", lambda: module(make(32), cache=module.cache(2, 9))),
+                    ("x", lambda: nt.rope(x)), ("x", lambda: nt.compress(x, cmp_block=8, cmp_stride=4)),
+                    ("x", lambda: nt.compress(x, out=x, **GEOMETRY)), ("k", lambda: nt.attend_dense(plain, x, x)),
+                    ("v", lambda: nt.attend_dense(plain, plain, x)), ("v", lambda: nt.attend_dense(plain, plain, x.detach())),
+                    ("blocks", lambda: nt.attend_slc(plain, plain, plain, ints)), ("q", lambda: nt.select_blocks(x, x, x, tokens=5)),
+                    ("q", lambda: nt.score_blocks(x, x)), ("blocks", lambda: nt.score_lists(plain, plain, ints)),
+                    ("scores", lambda: nt.rank_queries(x, tokens=5)), ("out_a", lambda: nt.merge(x, x, x, x)),
+                    ("logits", lambda: nt.gate(x, x, x, x)), ("q", lambda: nt.attention(*[x] * 8)),
+                    ("k_rows", lambda: nt.attention(*[plain] * 8, compressed=(x, x))), ("begins", lambda: packed(begins=ints)),
+                    ("firsts", lambda: packed(firsts=ints, counts=ints)),
+                    ("pages", lambda: packed(firsts=numbers, counts=numbers, pages=ints)), ("q", lambda: nsa.Attend(q=x))):
+                with self.subTest(name, layout=layout), self.assertRaisesRegex(nsa.Refused, "^[a-z_]*: .*(nested|jagged)") as caught:
+                    call()
+                self.assertEqual(caught.exception.where, name)
+
     def test_a_refusal_names_the_rule_that_is_broken(self):
         """And no value that the rule allows, nor one of another struct."""
         q, k, v = (rows(1, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))

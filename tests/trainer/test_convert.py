@@ -16,6 +16,8 @@ import sys
 import tempfile
 import unittest
 
+from poison import KINDS, change
+
 PROGRAMS = {}
 SMALL = """--dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 --d-v 12 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 --nsa-n-sel 4
     --nsa-w 24 --seq-len 64 --batch-size 2 --steps 3 --lr 3e-2 --threads 1 --eval-every 0""".split()
@@ -280,9 +282,25 @@ class Convert(unittest.TestCase):
                                   ("max_position_embeddings", "2k", "max_position_embeddings: must be a number"),
                                   ("max_position_embeddings", 0, "max_position_embeddings: must be 1 or more"),
                                   ("partial_rotary_factor", "1", "partial_rotary_factor: must be a number"),
+                                  ("rope_theta", None, "rope_theta: must be a number, or absent"),
+                                  ("rope_parameters", {"rope_theta": None}, "rope_theta: must be a number, or absent"),
+                                  ("rope_scaling", {"rope_type": None}, "rope_type: must be a word"),
+                                  ("rope_scaling", {"rope_type": 5, "type": "linear"}, "rope_type: must be a word"),
+                                  ("rope_scaling", {"rope_type": "linear", "type": 5}, "type: must be a word"),
+                                  ("rms_norm_eps", None, "rms_norm_eps: must be a number"),
                                   ("rope_parameters", "linear", "rope_parameters: must be an object"),
                                   ("rope_parameters", {"rope_theta": 5e5}, "rope_theta: is there twice")):
             self.refused(words, {**LLAMA, key: value})
+        self.refused("head_dim: must be an integer", {**LLAMA, "model_type": "qwen3", "head_dim": None})
+        # What transformers makes of null: a switch that is off, heads of an equal share, none left out.
+        done = self.refuse_weights({**LLAMA, "tie_word_embeddings": None})
+        self.assertIn("lm_head.weight", done.stderr)  # which the weights here lack, as the embeddings' are its own
+        for key in ("head_dim", "num_key_value_heads", "max_position_embeddings"):
+            absent = {name: x for name, x in LLAMA.items() if name != key}
+            self.assertEqual(self.settings({**absent, key: None}), self.settings(absent), key)
+        older = {"type": "linear", "factor": 4.0}
+        for scaling in ({"rope_type": None, **older}, {"rope_type": "linear", "type": None, "factor": 4.0}):
+            self.assertEqual(self.settings({**LLAMA, "rope_scaling": scaling}), self.settings({**LLAMA, "rope_scaling": older}))
         both = {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
         self.refused("rope_scaling and rope_parameters: must be the same", {**LLAMA, **both})
         same = self.settings({**LLAMA, "rope_scaling": LLAMA3, "rope_parameters": LLAMA3})
@@ -544,6 +562,16 @@ class Convert(unittest.TestCase):
         before = {path.name: path.read_bytes() for path in other.iterdir()}
         self.assertIn("older export", run("convert", "export", made, other, code=1).stderr)
         self.assertEqual({path.name: path.read_bytes() for path in other.iterdir()}, before)
+
+    def test_export_of_numbers_that_are_none(self):
+        """Weights of a checkpoint that are not finite are refused by tensor, as those of an import are."""
+        out = self.train("with_nan")
+        change(out / "checkpoints/latest", KINDS["nan"][0])
+        for command in (("convert", "export", out, self.room / "hf_of_nan"), ("generate", out, "--prompt", "a"),
+                        ("inspect", out, "--prompt", "a", "--out", self.room / "seen.json")):
+            done = run(*command, code=1 if command[0] == "convert" else 2)
+            self.assertIn("tensor norm.weight: number 0 is nan; must be finite in f32", done.stderr)
+        self.assertEqual(list((self.room / "hf_of_nan").iterdir()), [])
 
     def test_export_on_a_full_disk(self):
         """The older export stays whole until the new one is."""

@@ -119,6 +119,10 @@ def check_refusals(model, full, text, result):
         run(sys.executable, draw, empty, runs.root / "drawn", code=1, words=words)
     run(sys.executable, draw, result, runs.root / "drawn", "--layer", "2", code=1, words="layers 0, 1")
     run(sys.executable, draw, result, text, code=1, words="cannot write there")
+    drawn = {path.name: path.read_bytes() for path in (runs.root / "drawn").iterdir()}
+    run(sys.executable, draw, result, runs.root / "drawn", "--layer", "0", code=1, words="File too large",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
+    check({path.name: path.read_bytes() for path in (runs.root / "drawn").iterdir()} == drawn, "older pictures are lost")
     data = json.loads(result.read_text())
     data["counted"]["slc"] += 1
     result.write_text(json.dumps(data))

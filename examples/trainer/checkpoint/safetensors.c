@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <jansson.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -351,6 +352,19 @@ bool safetensors_load(safetensors_file *file, const safetensors_tensor *list, si
         if (!files_read_at(file->fd, file->path, list[i].data, (size_t)(e->end - e->begin),
                            file->data + e->begin, f))
             return false;
+    }
+    return true;
+}
+
+bool safetensors_check_finite(const char *path, const safetensors_tensor *list, size_t count,
+                              fault *f) {
+    for (size_t i = 0; i < count; i++) {
+        const float *values = list[i].data;
+        size_t numbers = safetensors_tensor_bytes(&list[i]) / sizeof *values;
+        for (size_t n = 0; list[i].dtype == SAFETENSORS_F32 && n < numbers; n++)
+            if (!isfinite(values[n]))
+                return fault_set(f, "%s: tensor %.100s: number %zu is %g; must be finite in f32",
+                                 path, list[i].name, n, (double)values[n]);
     }
     return true;
 }

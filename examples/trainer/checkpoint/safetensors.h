@@ -51,4 +51,9 @@ safetensors_tensor safetensors_info(const safetensors_file *file, size_t i);
 bool safetensors_load(safetensors_file *file, const safetensors_tensor *list, size_t count,
                       fault *f);
 
+/* Whether the f32 tensors of a model have no NaN and no infinity: one that has any computes nothing
+   else. `path` is for the message. */
+bool safetensors_check_finite(const char *path, const safetensors_tensor *list, size_t count,
+                              fault *f);
+
 #endif

@@ -19,7 +19,8 @@ static bool load(model *m, const checkpoint *k, fault *f) {
     for (int i = 0; i < p->length; i++)
         weights[i] = train_tensor(&p->list[i], p->list[i].name, values);
     checkpoint_part part = {"model", weights, (size_t)p->length};
-    bool ok = checkpoint_load(k, &part, f);
+    bool ok =
+        checkpoint_load(k, &part, f) && safetensors_check_finite(k->path, weights, part.count, f);
     if (ok && !direct) m->o->upload(m->o, p->value, values, (size_t)p->elements * sizeof *values);
     if (ok) params_changed(p, m->o);
     if (!direct) free(values);

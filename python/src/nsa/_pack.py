@@ -130,8 +130,15 @@ def options(**fields: Any) -> str:
     """Options in the form that the operators take: a string, for a graph holds nothing else."""
     return ",".join(f"{name}={value!r}" if isinstance(value, float) else f"{name}={getattr(value, 'value', value)}"
                     if isinstance(value, (int, str)) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ()
-                    else f"{name}=" + "/".join(repr(float(x)) for x in value)
+                    else f"{name}=" + _numbers(name, value)
                     for name, value in fields.items() if value is not None)
+
+
+def _numbers(name: str, values: Any) -> str:
+    try:
+        return "/".join(repr(float(x)) for x in values)
+    except (TypeError, ValueError, RuntimeError):
+        raise refused("OPTION", name, f"{type(values).__name__}, must be a number, a word, or numbers in a list") from None
 
 
 @functools.lru_cache(None)
@@ -181,6 +188,13 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
     if pages is not None and pages.shape[0] != batch:
         raise refused("SIZE", "pages", f"of {pages.shape[0]} sequences, must be of {batch}")
     return batch, count
+
+
+def check_nested(name: str, x: Any) -> None:
+    """PyTorch has tensors of several shapes, whose own errors say nothing of ours."""
+    if getattr(x, "is_nested", False):
+        raise refused("SIZE", name, "a nested tensor, must have one shape: of sequences that differ in length x.values() are "
+                                    "the packed rows, and x.offsets() in int32 their begins")
 
 
 def axes(name: str, x: Any) -> Any:

@@ -63,6 +63,8 @@ def _of_torch(array: Any, name: str) -> Described:
         raise refused("NULL", name, f"lies on {array.device}; nsa.h computes on the CPU (nsa.torch has the operators for CUDA)")
     if getattr(array, "layout", None) is not None and str(array.layout) != "torch.strided":
         raise refused("STRIDE", name, f"{array.layout}, must have memory of its own: torch.strided")
+    if getattr(array, "is_nested", False):
+        raise refused("SIZE", name, "a nested tensor, must have one shape")
     dtype = _dtype(str(array.dtype).removeprefix("torch."), name)
     # The memory of a view that PyTorch has still to negate holds other values: a copy is read, and none written.
     lazy = hasattr(array, "is_neg") and (array.is_neg() or array.is_conj())

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from typing import Any, Sequence
 
 import jax
@@ -192,6 +193,22 @@ def _differentiable(function: Any, forward: Any, backward: Any) -> Any:
     return call
 
 
+def _numpy_too(function: Any) -> Any:
+    """The function, whose arrays may be numpy's. They are JAX's before anything looks at them, because without
+    jax_enable_x64 what has 64 bits there has 32 here, and older versions make it so behind our backs. Options are not
+    arrays, and keep their bits."""
+    kinds = inspect.signature(function).parameters
+    named = {name for name, of in kinds.items() if of.kind is not of.VAR_KEYWORD}
+
+    def taken(x: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf, x)
+
+    @functools.wraps(function)
+    def call(*given: Any, **others: Any) -> Any:
+        return function(*taken(given), **{name: taken(x) if name in named else x for name, x in others.items()})
+    return call
+
+
 def _like(x: Any, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype)
 
@@ -272,6 +289,7 @@ def _rope_backward(longest, first, text, saved, dout):
 _rope = _differentiable(_rope, _rope_forward, _rope_backward)
 
 
+@_numpy_too
 def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, firsts: Array | None = None,
          counts: Array | None = None, longest: int = 0, first: int = 0, **options: Any) -> Array:
     """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` or firsts on.
@@ -349,6 +367,7 @@ def _compress_step(x, given, out, arrays, longest, phi, text):
     return call.run(updated=[out])[0]
 
 
+@_numpy_too
 def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str = "mean", begins: Array | None = None,
              longest: int = 0, out: Array | None = None, firsts: Array | None = None, counts: Array | None = None,
              pages: Array | None = None, **options: Any) -> Array:
@@ -422,6 +441,7 @@ def _attend_public(branch, q, k, v, blocks, arrays, most, first, options):
     return _attend(branch, q, k, v, blocks, arrays, tokens, first, _options(**options))
 
 
+@_numpy_too
 def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
@@ -430,6 +450,7 @@ def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | Non
     return _attend_public("cmp", q, k, v, None, (begins, firsts, counts, pages), tokens, first, options)
 
 
+@_numpy_too
 def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | None = None, longest: int = 0,
                first: int | None = None, firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
@@ -437,6 +458,7 @@ def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | N
     return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), longest, first, options)
 
 
+@_numpy_too
 def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
@@ -444,6 +466,7 @@ def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, lon
     return _attend_public("win", q, k, v, None, (begins, firsts, counts, pages), longest, first, options)
 
 
+@_numpy_too
 def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                  **options: Any) -> tuple[Array, Array]:
@@ -484,6 +507,7 @@ def _merge_backward(parts, gradients):
 _merge = _differentiable(_merge, _merge_forward, _merge_backward)
 
 
+@_numpy_too
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """(out, lse) of one softmax over the keys of two: outs (B, T, H, Dv), lses (B, T, H)."""
     return _merge(out_a, out_b, lse_a, lse_b)
@@ -502,6 +526,7 @@ def _chosen(call: _Call, packer: Packer, fixed: dict[str, tuple[Any, ...]], inpu
     return tuple(found) if scores else found[0]
 
 
+@_numpy_too
 def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
                   firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                   scores: bool = False, **options: Any) -> Any:
@@ -515,6 +540,7 @@ def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array 
     return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
 
 
+@_numpy_too
 def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
                  stride: int = 1, begins: Array | None = None, longest: int = 0, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
@@ -574,6 +600,7 @@ def _score_lists_backward(*arguments):
 _score_lists = _differentiable(_score_lists, _score_lists_forward, _score_lists_backward)
 
 
+@_numpy_too
 def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
                 stride: int = 1, begins: Array | None = None, longest: int = 0, first: int | None = None,
                 firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None, **options: Any) -> Array:
@@ -585,6 +612,7 @@ def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None,
     return _score_lists(q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text)
 
 
+@_numpy_too
 def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, **options: Any) -> Array:
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
@@ -634,6 +662,7 @@ def _gate_backward(text, saved, dout):
 _gate = _differentiable(_gate, _gate_forward, _gate_backward)
 
 
+@_numpy_too
 def gate(logits: Array, cmp: Array, slc: Array, win: Array, kind: str = "sigmoid") -> Array:
     """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added. Of three tensors they are
     jnp.stack((cmp, slc, win), -1)."""
@@ -728,6 +757,7 @@ def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
     return dict(zip(outputs, call.run(rows=_rows_of(places, q), updated=compressed)))
 
 
+@_numpy_too
 def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, k_win: Array, v_win: Array, gates: Array,
               *, phi_k: tuple[str, dict[str, Array]] | str = "mean", phi_v: tuple[str, dict[str, Array]] | str = "mean",
               begins: Array | None = None, longest: int = 0, first: int | None = None,

@@ -28,8 +28,9 @@ from typing import Any
 
 import torch as _torch
 
-from .._pack import (PHI as _PHI, axes as _axes, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
-                     phi_of as _phi_of, scored_tokens as _scored_tokens, tokens_of as _tokens_of)
+from .. import _pack
+from .._pack import (PHI as _PHI, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
+                     phi_of as _phi_of)
 from .._refused import refused as _refused
 from . import _operators as _o
 from ._memory import release_memory
@@ -41,6 +42,22 @@ Tensor = _torch.Tensor
 __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
            "compress", "cuda_library", "gate", "merge", "rank_queries", "release_memory", "rope", "score_blocks",
            "score_lists", "select_blocks"]
+
+
+def _axes(name: str, x: Any) -> Any:
+    """The shape of what must have rows of heads."""
+    _o.check_nested(name, x)
+    return _pack.axes(name, x)
+
+
+def _tokens_of(rows: Any, begins: Tensor | None, pages: Tensor | None, longest: Any) -> Any:
+    _o.check_nested("pages", pages)
+    return _pack.tokens_of(rows, begins, pages, longest)
+
+
+def _scored_tokens(text: str, stride: int, longest: int, first: int | None, q: Tensor, k: Tensor, arrays: Any) -> Any:
+    _axes("q", q), _axes("k", k)
+    return _pack.scored_tokens(text, stride, longest, first, q, k, arrays)
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,
@@ -64,6 +81,7 @@ def compress(x: Tensor, pos: Tensor | None = None, w1: Tensor | None = None, b1:
         _only_with("out", firsts, counts, pages)
         return _o.compress(x, pos, w1, b1, w2, b2, begins, _o.integer("longest", longest), phi, _options(**options))
     _of_a_step(begins, None)
+    _axes("x", x)
     with _torch.no_grad():
         _o.compress_step(x, out, pos, w1, b1, w2, b2, firsts, counts, pages,
                          _tokens_of(x.shape[1], None, pages, _o.integer("longest", longest)), phi, _options(**options))
@@ -119,7 +137,7 @@ def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Ten
     """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     tokens = _o.integer("tokens", tokens)
-    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
+    first = _first_of(first, _axes("q", q), tokens, (begins, firsts, counts))
     return _selected(_o.select_blocks(q, k, lse, begins, firsts, counts, pages, tokens, first, scores,
                                       _options(**options)), scores)
 
@@ -138,7 +156,7 @@ def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: st
     scores whole blocks alone."""
     text, arrays, stride = _options(**options), (begins, firsts, counts, pages), _o.check_int("stride", stride)
     tokens = _scored_tokens(text, stride, _o.integer("longest", longest), first, q, k, arrays)
-    first = _first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, _axes("q", q), tokens, arrays)
     return _selected(_o.score_blocks(q, k, weights, *arrays, tokens, first, act, pool, stride, scores, text), scores)
 
 
@@ -150,7 +168,7 @@ def score_lists(q: Tensor, k: Tensor, blocks: Tensor, weights: Tensor | None = N
     or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
     text, arrays, stride = _options(**options), (begins, firsts, counts, pages), _o.check_int("stride", stride)
     tokens = _scored_tokens(text, stride, _o.integer("longest", longest), first, q, k, arrays)
-    first = _first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, _axes("q", q), tokens, arrays)
     return _o.score_lists(q, k, weights, blocks, *arrays, tokens, first, act, pool, stride, text)
 
 
@@ -159,7 +177,7 @@ def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, f
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
     tokens), in float32 or, of doubles, float64."""
     tokens = _o.integer("tokens", tokens)
-    first = _first_of(first, scores.shape, tokens, (begins, firsts, counts))
+    first = _first_of(first, _axes("scores", scores), tokens, (begins, firsts, counts))
     return _o.rank_queries(scores, begins, firsts, counts, tokens, first, _options(**options))
 
 

@@ -138,6 +138,9 @@ class NativeSparseAttention(nn.Module):
                 cache: "Cache | None" = None, counts: Sequence[int] | Tensor | None = None) -> Tensor:
         """x (B, T, dim), or (rows, dim) with begins; positions (B, T) int32, for RoPE, instead of a row's place. With a
         cache the tokens are appended to it, of sequence b the first counts[b]; rows behind them come back as zeros."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: {type(x).__name__}, must be a tensor")
+        _o.check_nested("x", x)
         longest, packed = _o.integer("longest", longest), begins is not None and x.dim() == 2
         x = x[None] if packed else x
         if x.dim() != 3:

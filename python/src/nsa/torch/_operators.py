@@ -51,6 +51,14 @@ class _Sites(dict):
         return self[wanted]
 
 
+_is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else lambda: False
+
+
+def check_nested(name: str, x: Any) -> None:
+    if not _is_compiling():  # PyTorch 2.4 asks no tensor there, and compiles no nested one either
+        _pack.check_nested(name, x)
+
+
 # ---- Defining -----------------------------------------------------------------------------------
 
 def _cast(arguments: Sequence[Any], device: str, keep: Sequence[int]) -> list[Any]:
@@ -83,6 +91,10 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
                 raise refused("NULL", argument, "None, must be a tensor")
         return rooms(*given)
 
+    def check_plain(given: Sequence[Any]) -> None:
+        for i, _, argument in rules:
+            check_nested(argument, given[i])
+
     def shaped(found: list[torch.Tensor]) -> Any:
         if returned in ("Tensor", "()"):
             return found[0] if found else None
@@ -97,12 +109,16 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             found = sites[wanted].call(given)
             if found is not None:
                 return list(found) if returned == "Tensor[]" else found
-        if counts is not None and given[counts] is not None and not name.startswith("compress"):
-            _check_counts(given[counts], given[0].shape[1])
         for i in written:
             if given[i].is_neg():
                 raise refused("NULL", "out", "its memory would have the negatives of its values")
-        plan, tensors = planned(function, given, places, checked_rooms, structs, wanted)
+        try:
+            if counts is not None and given[counts] is not None and not name.startswith("compress"):
+                _check_counts(given[counts], given[0].shape[1])
+            plan, tensors = planned(function, given, places, checked_rooms, structs, wanted)
+        except RuntimeError:  # of a shape that is not there
+            check_plain(given)
+            raise
         found = plan.run(tensors)
         for i in written:
             _increment_version(given[i])
@@ -125,7 +141,7 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
         for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _cast_for(operator, device, autocast), key)
     recorded = operator if backward is None else _function(kernel, setup, backward, places)
-    return _direct(operator, kernel, recorded, places, results, sites)
+    return _direct(operator, kernel, recorded, places, results, sites, check_plain)
 
 
 def _increment_version(x: torch.Tensor) -> None:
@@ -148,11 +164,11 @@ def _at_rest() -> bool:
 
 
 def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Sequence[int], results: int,
-            sites: dict[int, Any] | None) -> Callable:
+            sites: dict[int, Any] | None, check_plain: Callable[[Sequence[Any]], None]) -> Callable:
     """The operator. Plain calls go past the dispatcher, which costs as much as the rest of what Python does; if they are
     not recorded for backward, only the results that are `wanted` are allocated."""
     tensors_of, plain, is_grad_enabled = itemgetter(*places), {torch.Tensor, torch.nn.Parameter}, torch.is_grad_enabled
-    is_compiling, mark = torch.compiler.is_dynamo_compiling, _call.RECORDED
+    is_compiling, mark = _is_compiling, _call.RECORDED
 
     def call(given: tuple[Any, ...], wanted: int) -> Any:
         if is_compiling():
@@ -169,6 +185,7 @@ def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Se
                 if is_grad_enabled() and True in [x.requires_grad for x in tensors]:
                     return recorded(*given)
                 return kernel(*given, wanted=wanted)
+        check_plain(given)
         return operator(*given)
     return _taking(call, results)
 
