@@ -31,8 +31,14 @@ if(PROJECT_IS_TOP_LEVEL)
     install(FILES "${PROJECT_BINARY_DIR}/nsa-config-version.cmake"
         DESTINATION "${nsa_config_dir}")
 
-    # pkg-config finds the prefix from where nsa.pc itself lies, so that the tree can be moved.
-    file(RELATIVE_PATH nsa_include_from_pc "/${nsa_pc_dir}" "/${CMAKE_INSTALL_INCLUDEDIR}/nsa")
+    # pkg-config finds the headers from where nsa.pc itself lies, so that the tree can be moved; not where one of
+    # the folders has a place of its own, outside of the prefix.
+    if(IS_ABSOLUTE "${CMAKE_INSTALL_INCLUDEDIR}" OR IS_ABSOLUTE "${nsa_pc_dir}")
+        set(nsa_pc_include "${CMAKE_INSTALL_FULL_INCLUDEDIR}/nsa")
+    else()
+        file(RELATIVE_PATH nsa_include_from_pc "/${nsa_pc_dir}" "/${CMAKE_INSTALL_INCLUDEDIR}/nsa")
+        set(nsa_pc_include "\${pcfiledir}/${nsa_include_from_pc}")
+    endif()
     configure_file(cmake/nsa.pc.in nsa.pc @ONLY)
     install(FILES "${PROJECT_BINARY_DIR}/nsa.pc" DESTINATION "${nsa_pc_dir}")
 endif()
