@@ -78,16 +78,18 @@ pkg_config)
     # shellcheck disable=SC2046 # lists of words
     cc embed.c "${library[@]}" $(pkg-config --cflags --libs nsa) -o embed
     check ./embed
-    # A folder outside of the prefix, as Nix gives for headers, or for what nsa.pc lies in.
-    for given in INCLUDEDIR="$dir/other/include" DATADIR="$dir/other/share"; do
+    # A folder outside of the prefix, as Nix gives for headers, or for what nsa.pc lies in; CMake takes none in the tree.
+    outside=$(mktemp -d)
+    trap 'rm -rf "$outside"' EXIT
+    for given in INCLUDEDIR="$outside/include" DATADIR="$outside/share"; do
         rm -rf build
         cmake -S "$root" -B build -DMESON_PS_LOADED=ON -DCMAKE_INSTALL_PREFIX="$dir/out" \
             -DCMAKE_INSTALL_"$given" >log 2>&1 || { cat log && exit 1; }
         cmake --install build >/dev/null
-        found=$(PKG_CONFIG_PATH=$dir/out/share/pkgconfig:$dir/other/share/pkgconfig pkg-config --cflags-only-I nsa)
+        found=$(PKG_CONFIG_PATH=$dir/out/share/pkgconfig:$outside/share/pkgconfig pkg-config --cflags-only-I nsa)
         found=${found% }
         cmp "$root/nsa/nsa.h" "${found#-I}/nsa.h"
-        rm -rf out other
+        rm -rf out "${outside:?}"/*
     done
     ;;
 meson | meson_subproject)
