@@ -3205,11 +3205,17 @@ typedef struct nsa__pairs {
    b) is x = a > b ? a : b in one instruction, which GCC makes three of. NSA__NEAREST(e, x) is e = x
    rounded to whole numbers, and NSA__SCALEF(p, e) p = p 2^e, which is 0 if e is -inf, even of NaN.
    NSA__OF_F16(x, halves) is x = a vector of f16 as f32. */
-#define NSA__ISA                 plain
-#define NSA__BYTES               0
-#define NSA__ROWS                4
-#define NSA__VECTORS             4
-#define NSA__TARGET              NSA__COMPILED
+#define NSA__ISA     plain
+#define NSA__BYTES   0
+#define NSA__ROWS    4
+#define NSA__VECTORS 4
+/* Where all machines have multiply-adds, GCC makes them of some copies of a loop of numbers and not
+   of others, and a token that is decoded would get other bits than in the whole. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define NSA__TARGET __attribute__((__optimize__("O3", "fp-contract=off", "no-fast-math")))
+#else
+#define NSA__TARGET NSA__COMPILED
+#endif
 #define NSA__KEEP_IN_REGISTER(x) (void)(x)
 /* ---- The text of the tiles, read once per instruction set --------------------------------------
    Twin: none. Not here: products of bf16 pairs behind their pieces (pairs.inl).

@@ -703,6 +703,10 @@ int main(int argc, char **argv) {
     test_list_refusals();
     test_width();
     nsa_desc d = desc_of(shape("small"));
+    d.mask = NSA_MASK_NONE, d.forced = NSA_FORCED_ON_TOP;
+    suite shown = suite_with_scores("scores, not causal", &d); /* blocks behind the slice too */
+    suite_slices(&shown, &d, NSA_REAL_DTYPE);
+    d = desc_of(shape("small"));
     suite s = suite_of("refusals", &d);
     suite_refusals(&s, &d);
     return check_done("test_select_blocks");

@@ -315,14 +315,13 @@ static nsa_status nsa__cuda_attend_prepare(nsa__cuda_attend_params *params, cuda
 /* One dtype for all; what the lists hold is not looked at. */
 static nsa__checked nsa__cuda_attend_checked(const nsa_attend *x, const nsa_desc *d,
                                              nsa__cuda_branch_keys branch, int forward) {
-    return nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), forward,
-                                branch == NSA__KEYS_CMP);
+    return nsa__cuda_checked_of(d, nsa__cuda_dtype_of(&x->q, d), forward, branch == NSA__KEYS_CMP);
 }
 static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
                                          nsa__cuda_branch_keys branch, int forward) {
     const nsa__checked c = nsa__cuda_attend_checked(x, d, branch, forward);
     const int views = branch == NSA__KEYS_SLC ? NSA__ATTEND_VIEWS : NSA__ATTEND_VIEWS - 1;
-    return d->count ? nsa__check_views(&c, nsa__attend_views, views, x) : NSA_OK;
+    return nsa__check_views(&c, nsa__attend_views, views, x);
 }
 
 #endif

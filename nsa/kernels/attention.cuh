@@ -19,9 +19,9 @@ static nsa_status nsa__cuda_attention_check(const nsa_attention *x, const nsa_de
     NSA__CHECK(nsa__cuda_attention_check_sizes(x, d));
     NSA__CHECK(nsa__cuda_compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
     NSA__CHECK(nsa__cuda_compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
-    nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), forward, 0);
+    nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_dtype_of(&x->q, d), forward, 0);
     const nsa__view *gate = nsa__attention_views + NSA__GATE_AT;
-    if (d->count) NSA__CHECK(nsa__check_views(&c, nsa__attention_views, NSA__GATE_AT, x));
+    NSA__CHECK(nsa__check_views(&c, nsa__attention_views, NSA__GATE_AT, x));
     c.rows = NSA__FLOATS;
     return nsa__check_views(&c, gate, NSA__ATTENTION_VIEWS - NSA__GATE_AT, x);
 }

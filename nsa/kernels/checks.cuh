@@ -41,6 +41,12 @@ static inline unsigned nsa__cuda_one_dtype(nsa_dtype dtype) {
     return static_cast<unsigned>(dtype) > NSA_I32 ? 0u : NSA__CUDA_DTYPES & 1u << dtype;
 }
 
+/* The same where they go with q, which without rows may have any dtype. Then no row of theirs is
+   read. */
+static inline unsigned nsa__cuda_dtype_of(const nsa_tensor *q, const nsa_desc *d) {
+    return d && d->count == 0 ? static_cast<unsigned>(NSA__FLOATS) : nsa__cuda_one_dtype(q->dtype);
+}
+
 /* NSA__CUDA_BY_DTYPE(dtype, T, return f<T>(x);): the statement for the element of a dtype. */
 #ifdef NSA_CUDA_NO_F32
 #define NSA__CUDA_IF_F32(...)

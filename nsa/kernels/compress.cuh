@@ -233,8 +233,9 @@ static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const ns
 static nsa_status nsa__cuda_compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
                                            int base) {
     NSA__CHECK(nsa__cuda_compress_check_sizes(x, d, base));
-    const unsigned dtypes = x->phi == NSA_PHI_MLP ? nsa__cuda_one_dtype(x->x.dtype)
-                                                  : static_cast<unsigned>(NSA__FLOATS);
+    const bool one = x->phi == NSA_PHI_MLP && d->tokens; /* without rows x may have any dtype */
+    const unsigned dtypes =
+        one ? nsa__cuda_one_dtype(x->x.dtype) : static_cast<unsigned>(NSA__FLOATS);
     const nsa__checked c = nsa__cuda_checked_of(d, dtypes, forward, 0);
     return nsa__check_phi(&c, x, base);
 }

@@ -122,8 +122,7 @@ extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *
                                             size_t bytes, cudaStream_t stream) {
     nsa_desc own;
     NSA__CHECK(nsa__score_options(x, NSA__USES_SLC | NSA__USES_FORCED, &d, &own));
-    const nsa__checked c =
-        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, x->stride > 1);
+    const nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_dtype_of(&x->q, d), 1, x->stride > 1);
     NSA__CHECK(nsa__check_call(&c, nsa__score_views, NSA__SCORE_VIEWS, NULL, x));
     NSA__CHECK(nsa__cuda_check_workspace(nsa__cuda_score_bytes(d), workspace, bytes));
     return nsa__cuda_score_run(x, d, workspace, stream);

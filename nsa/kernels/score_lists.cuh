@@ -455,7 +455,7 @@ static nsa_status nsa__cuda_listed_run(const nsa_score *dx, const nsa_score *x, 
     nsa_desc own;
     NSA__CHECK(nsa__score_options(x, NSA__USES_SLC, &d, &own));
     const nsa__checked c =
-        nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), !backward, x->stride > 1);
+        nsa__cuda_checked_of(d, nsa__cuda_dtype_of(&x->q, d), !backward, x->stride > 1);
     NSA__CHECK(nsa__check_call(&c, nsa__listed_views, NSA__SCORE_VIEWS, dx, x));
     NSA__CHECK(
         nsa__cuda_check_workspace(nsa__cuda_listed_bytes(d, backward), room.memory, room.bytes));

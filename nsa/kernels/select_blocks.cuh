@@ -489,7 +489,7 @@ extern "C" nsa_status nsa_cuda_select_blocks(const nsa_select *x, const nsa_desc
                                              void *workspace, size_t bytes, cudaStream_t stream) {
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    const nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_one_dtype(x->q.dtype), 1, 1);
+    const nsa__checked c = nsa__cuda_checked_of(d, nsa__cuda_dtype_of(&x->q, d), 1, 1);
     NSA__CHECK(nsa__check_views(&c, nsa__select_views, NSA__SELECT_VIEWS, x));
     NSA__CHECK(nsa__cuda_check_workspace(nsa__cuda_select_bytes(d), workspace, bytes));
     return nsa__cuda_select_run(x, d, workspace, stream);

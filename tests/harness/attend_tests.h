@@ -1038,6 +1038,24 @@ static inline void unused_change_nothing(const branch *br, problem *p, const dou
     }
 }
 
+/* Without queries the views on their side may be absent, of any dtype; keys and values may not. */
+static inline void refuse_no_keys(problem *p, const refusal *forward, const refusal *backward) {
+    const nsa_tensor none = {NULL, NSA_I32, 0, 0, 0};
+    nsa_tensor *keys[] = {&p->x.k, &p->x.v};
+    p->d.count = 0;
+    p->x.q = p->x.out = p->x.lse = p->x.blocks = p->dx.q = p->dx.out = p->dx.lse = none;
+    check_case("without queries");
+    CHECK_OK("forward", forward->call(forward->arguments));
+    CHECK_OK("backward", backward->call(backward->arguments));
+    for (int i = 0; i < 2; i++) {
+        const nsa_tensor good = *keys[i];
+        keys[i]->data = NULL;
+        refused(forward, "null, without queries", NSA_ERROR_NULL, i ? "v" : "k");
+        refused(backward, "null, without queries", NSA_ERROR_NULL, i ? "v" : "k");
+        *keys[i] = good;
+    }
+}
+
 static inline void test_refusals(const branch *br) {
     nsa_desc d = desc_of(shape("small"));
     numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 41);
@@ -1082,6 +1100,7 @@ static inline void test_refusals(const branch *br) {
     refuse_workspace(&backward, &backward_call);
     unused_change_nothing(br, &p, zeros, &forward, &backward);
     if (!CHECKS_CUDA) refuse_null(br, &p);
+    refuse_no_keys(&p, &forward, &backward);
     free(zeros);
     numbers_free(&n);
     guards_free();

@@ -748,6 +748,30 @@ static inline void suite_unused(spoiled *b) {
     if (s->backward) unused_hold_anything(&b->backward);
 }
 
+/* Without queries the views on their side may be absent, of any dtype; those of keys may not. */
+static inline void suite_no_queries(spoiled *b) {
+    const suite *s = b->p.s;
+    const nsa_tensor none = {NULL, NSA_I32, 0, 0, 0};
+    void *x = instance_x(&b->p), *dx = instance_dx(&b->p);
+    b->p.d.count = 0;
+    for (int i = 0; i < s->count; i++)
+        if (s->slots[i].rows == ROWS_QUERY)
+            *slot_view(&s->slots[i], x) = *slot_view(&s->slots[i], dx) = none;
+    check_case("%s without queries", s->name);
+    CHECK_OK("forward", call_suite_forward(&b->forward_call));
+    if (s->backward) CHECK_OK("backward", call_suite_backward(&b->backward_call));
+    for (int i = 0; i < s->count; i++) {
+        const slot *t = &s->slots[i];
+        if (t->rows == ROWS_QUERY || t->optional) continue;
+        nsa_tensor *view = slot_view(t, x), good = *view;
+        view->data = NULL;
+        refused(&b->forward, "null, without queries", NSA_ERROR_NULL, t->name);
+        if (s->backward && !t->output && !t->unread)
+            refused(&b->backward, "null, without queries", NSA_ERROR_NULL, t->name);
+        *view = good;
+    }
+}
+
 static inline void suite_refusals(const suite *s, const nsa_desc *d) {
     spoiled b;
     spoiled_new(&b, s, d);
@@ -780,6 +804,7 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
         x.output = 0;
         if (!t->output && !t->unread) refuse_tensor(&b.backward, &x);
     }
+    suite_no_queries(&b);
     guards_free();
 }
 

@@ -28,7 +28,8 @@ for one, two in map(str.split, PAIRS):
     TWINS[two].append(one)
 ORDERS = re.compile(r" \w*(await|wait|release|skip|sync|fence|commit|arrive|start)")
 WRITTEN = re.compile(r"(?: \*)?( [\w.> -]+? )(?:[-+*/%&|^]|<<|>>)?= ") # of a statement's words
-SYMMETRIC = {"min", "max", "fminf", "fmaxf", "nsa__min", "nsa__max", "nsa__larger"}
+SYMMETRIC = {"min", "max", "fminf", "fmaxf", "nsa__min", "nsa__max", "nsa__larger",
+             "nsa__fits"}
 NO_CALL = {"if", "for", "while", "switch", "return", "sizeof", "defined", "decltype", "static_assert", "else"}
 Edit = collections.namedtuple("Edit", "name begin end text")
 
