@@ -1502,6 +1502,40 @@ class Operators(unittest.TestCase):
             self.assertEqual(compiled(x).dtype, torch.bfloat16)
 
 
+    def test_every_function_compiled_without_a_break(self):
+        """The functions that people call, with what they look at before the operators."""
+        make = lambda *shape: torch.randn(*shape, device=DEVICE)
+        ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        q, k, v, lse, w1 = make(2, T, H, D), make(2, T, HK, D), make(2, T, HK, D), make(2, T, H), make(HK, 8, D)
+        some, lists, k_cmp = make(1, 2, H, D), ints(0, -1, -1).expand(2, T, HK, 3), make(2, 12, HK, D)
+        step, packed = dict(firsts=ints(5, 7), counts=ints(1, 1)), dict(begins=ints(0, 9, T), longest=43)
+        pool, pages, chosen = make(4, 32, HK, D), ints(0, 1, 2, 3).view(2, 2), dict(slc_block=16, slc_count=3)
+        every = lambda q, k, v, **more: nt.attention(q, k, v, k, v, k, v, q[..., :3], **more, **GEOMETRY)
+        for name, call in (
+                ("rope", lambda: nt.rope(q, frequencies=[1.0 / n for n in range(1, 9)])),
+                ("compress", lambda: nt.compress(k, w1=w1, phi="conv", cmp_block=8, cmp_stride=4)),
+                ("cmp", lambda: nt.attend_cmp(q, k_cmp, k_cmp, tokens=T, **GEOMETRY)),
+                ("slc", lambda: nt.attend_slc(q, k, v, lists, **chosen)), ("win", lambda: nt.attend_win(q, k, v, window=5)),
+                ("dense", lambda: nt.attend_dense(q[:, 30:], k, v, first=30)),
+                ("packed", lambda: nt.attend_dense(q[:1], k[:1], v[:1], **packed)),
+                ("step", lambda: nt.attend_win(some, k, v, **step)),
+                ("pages", lambda: nt.attend_win(some, pool, pool, pages=pages, **step)),
+                ("select", lambda: nt.select_blocks(q, k_cmp, lse, tokens=T, scores=True, **GEOMETRY)),
+                ("score", lambda: nt.score_blocks(q, k, scores=True, **chosen)),
+                ("stride", lambda: nt.score_blocks(q, k[:, :13], stride=4, scores=True, **chosen)),
+                ("score_lists", lambda: nt.score_lists(q, k, lists, stride=1, **chosen)),
+                ("rank", lambda: nt.rank_queries(k[..., :4], tokens=T, **chosen)),
+                ("merge", lambda: nt.merge(q, lse, q, lse)), ("gate", lambda: nt.gate(q[..., :3], q, q, q)),
+                ("whole", lambda: every(q, k, v, phi_k=("conv", {"w1": w1}), blocks=True)),
+                ("whole packed", lambda: every(q[:1], k[:1], v[:1], **packed)),
+                ("whole step", lambda: every(some, k, v, compressed=(k_cmp.clone(), k_cmp.clone()), **step))):
+            torch._dynamo.reset()
+            with self.subTest(name):
+                found, expected = torch.compile(call, fullgraph=True, backend="eager")(), call()
+                for a, b in zip(*[x if isinstance(x, (tuple, list)) else (x,) for x in (found, expected)]):
+                    self.assertTrue(torch.equal(a, b))
+
+
 def alone_rewind(module):
     cache = module.cache(1, 80, max_rewind=25)
     with torch.no_grad():

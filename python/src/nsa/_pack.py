@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc
-from ._library import check_key_stride, frequencies_of, library
+from ._library import frequencies_of, library
 from ._refused import refused
 from ._struct import check_int
 
@@ -40,7 +40,8 @@ def phi_of(name: str, phi: Any) -> tuple[str, Any]:
     """A kind and its parameters by name."""
     if isinstance(phi, str):
         return phi, {}
-    if not isinstance(phi, (tuple, list)) or len(phi) != 2 or not isinstance(phi[0], str) or not hasattr(phi[1], "keys"):
+    if not isinstance(phi, (tuple, list)) or len(phi) != 2 or not isinstance(phi[0], str) or not (
+            isinstance(phi[1], dict) or hasattr(phi[1], "keys")):
         raise refused("OPTION", name, f"{phi!r}, must be a kind, or a kind and its parameters by name: ('conv', {{'w1': ...}})")
     return phi[0], phi[1]
 
@@ -199,9 +200,10 @@ def check_nested(name: str, x: Any) -> None:
 
 def axes(name: str, x: Any) -> Any:
     """The shape of what must have rows of heads."""
-    shape = getattr(x, "shape", None)
-    if shape is None:
-        raise refused("NULL", name, f"{'None' if x is None else type(x).__name__}, must be a tensor")
+    try:
+        shape = x.shape  # not by getattr with a default, which PyTorch 2.4 does not compile
+    except AttributeError:
+        raise refused("NULL", name, f"{'None' if x is None else type(x).__name__}, must be a tensor") from None
     if len(shape) != 4:
         raise refused("SIZE", name, f"shape {tuple(shape)}, must have 4 axes: (B, T, heads, width)")
     return shape
@@ -265,11 +267,10 @@ def key_rows(text: str, branch: str, stride: int, tokens: Any, most: Any = max) 
     return cmp_count(text, tokens, most) if branch == "cmp" else tokens // max(1, stride)
 
 
-def scored_tokens(text: str, stride: int, longest: int, first: int | None, q: Any, k: Any, arrays: Sequence[Any]) -> Any:
+def scored_tokens(stride: int, longest: int, first: int | None, q: Any, k: Any, arrays: Sequence[Any]) -> Any:
     """Of the longest sequence, for score_blocks. How many tokens the last key lacks its rows do not say; those of all
     queries do, or `longest`."""
     begins, firsts, _, pages = arrays
-    check_key_stride(stride, option(text, "slc_block"), 0)
     if stride > 1 and begins is None and pages is None and (longest or first is None and firsts is None):
         return longest or q.shape[1]
     return tokens_of(k.shape[1] * max(1, stride), begins, pages, longest)

@@ -36,7 +36,7 @@ import numpy as np
 from jax import Array
 
 from . import _abi
-from ._library import FOLDER, check_dtype, checked, is_logarithm, library
+from ._library import FOLDER, check_dtype, check_key_stride, checked, is_logarithm, library
 from ._pack import (ARRAYS, PHI, Packer, axes, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows,
                     key_stride, list_heads, list_width, of_a_step, only_with, option, options as _options, parse, phi_of,
                     problem, rope_fields, scored_tokens, slc_count, tokens_of)
@@ -238,6 +238,11 @@ def _rows_of(arrays: Sequence[Any], q: Any) -> int:
 
 def _first_of(first: Any, shape: Sequence[int], tokens: int, arrays: Sequence[Any]) -> int:
     return first_of(None if first is None else check_int("first", first), shape, tokens, arrays)
+
+
+def _scored_tokens(text: str, stride: int, *rest: Any) -> int:
+    check_key_stride(stride, option(text, "slc_block"), 0)
+    return scored_tokens(stride, *rest)
 
 
 # ---- RoPE ---------------------------------------------------------------------------------------
@@ -559,7 +564,7 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
         weights = jax.lax.stop_gradient(weights)
     text, kinds, stride = _options(**options), _abi.Score(act=act, pool=pool), check_int("stride", stride)
     arrays = begins, firsts, counts, pages
-    tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
+    tokens = _scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
     first = _first_of(first, q.shape, tokens, arrays)
     call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text, stride)
     fixed = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
@@ -607,7 +612,7 @@ def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None,
     """The scores of score_blocks for blocks that are given, (B, T, Hk, n): what trains a scorer. -inf where an entry is -1
     or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
     text, stride, arrays = _options(**options), check_int("stride", stride), (begins, firsts, counts, pages)
-    tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
+    tokens = _scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
     first = _first_of(first, q.shape, tokens, arrays)
     return _score_lists(q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text)
 

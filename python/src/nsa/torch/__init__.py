@@ -29,6 +29,7 @@ from typing import Any
 import torch as _torch
 
 from .. import _pack
+from .._library import check_key_stride as _check_key_stride
 from .._pack import (PHI as _PHI, first_of as _first_of, of_a_step as _of_a_step, only_with as _only_with, options as _options,
                      phi_of as _phi_of)
 from .._refused import refused as _refused
@@ -57,7 +58,9 @@ def _tokens_of(rows: Any, begins: Tensor | None, pages: Tensor | None, longest: 
 
 def _scored_tokens(text: str, stride: int, longest: int, first: int | None, q: Tensor, k: Tensor, arrays: Any) -> Any:
     _axes("q", q), _axes("k", k)
-    return _pack.scored_tokens(text, stride, longest, first, q, k, arrays)
+    if not _o.is_compiling():  # the library refuses it too, and is no code that PyTorch compiles
+        _check_key_stride(stride, _pack.option(text, "slc_block"), 0)
+    return _pack.scored_tokens(stride, longest, first, q, k, arrays)
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,

@@ -51,11 +51,11 @@ class _Sites(dict):
         return self[wanted]
 
 
-_is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else lambda: False
+is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else lambda: False
 
 
 def check_nested(name: str, x: Any) -> None:
-    if not _is_compiling():  # PyTorch 2.4 asks no tensor there, and compiles no nested one either
+    if not is_compiling():  # PyTorch 2.4 asks no tensor there, and compiles no nested one either
         _pack.check_nested(name, x)
 
 
@@ -168,10 +168,10 @@ def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Se
     """The operator. Plain calls go past the dispatcher, which costs as much as the rest of what Python does; if they are
     not recorded for backward, only the results that are `wanted` are allocated."""
     tensors_of, plain, is_grad_enabled = itemgetter(*places), {torch.Tensor, torch.nn.Parameter}, torch.is_grad_enabled
-    is_compiling, mark = _is_compiling, _call.RECORDED
+    compiling, mark = is_compiling, _call.RECORDED
 
     def call(given: tuple[Any, ...], wanted: int) -> Any:
-        if is_compiling():
+        if compiling():
             return operator(*given)
         if sites is not None:
             found = sites[wanted].at_rest(given)
