@@ -1648,9 +1648,11 @@ typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
 typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA__INLINE static inline __attribute__((__always_inline__))
+#define NSA__INLINE   static inline __attribute__((__always_inline__))
+#define NSA__NOINLINE __attribute__((__noinline__))
 #else
 #define NSA__INLINE static inline
+#define NSA__NOINLINE
 #endif
 
 NSA__INLINE float nsa__float_from_bits(uint32_t bits) {
@@ -3114,6 +3116,15 @@ static nsa__result nsa__result_at(nsa_real *data, ptrdiff_t row, int add) {
     return result;
 }
 
+/* A product, from a column of its result on; rows i .. m - 1 of it, in pieces. */
+typedef struct nsa__product {
+    int k, column;
+    const nsa__matrix *a, *b;
+    const nsa__result *c;
+    nsa_real factor; /* of pairs */
+} nsa__product;
+typedef void nsa__pieces(const nsa__product *x, int i, int m);
+
 /* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
 typedef struct nsa__scored {
     int rows, n, group, first;
@@ -3379,131 +3390,177 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
+/* Where the rows of a piece are in the result. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
+                                                nsa_real *c[NSA__ROWS]) {
+    nsa_real *at = x->c->data + x->column;
+    const int *of_c = x->c->rows;
+    if (of_c)
+        of_c += first;
+    else
+        at += first * x->c->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) c[i] = at + (of_c ? of_c[i] : i) * x->c->row;
+}
+
 /* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
    two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
-                                               nsa_real factor) {
+                                               const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    if (c.scale) {
+    nsa_real *c[NSA__ROWS];
+    NSA__T(piece_rows)(rows, x, first, c);
+    if (x->c->scale) {
+        const nsa_real *of_row = x->c->scale + first;
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V scale = NSA__T(splat)(c.scale[i]);
+            const NSA__V scale = NSA__T(splat)(of_row[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
-                NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
+                NSA__TO(c[i] + j * NSA__L) = sum[i][j] + scale * NSA__FROM(c[i] + j * NSA__L);
         }
         return;
     }
-    if (NSA__OF_PAIRS && !c.add) {
+    if (NSA__OF_PAIRS && !x->c->add) {
+        const NSA__V factor = NSA__T(splat)(x->factor);
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
             NSA__UNROLL
-            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+            for (int j = 0; j < vectors; j++) sum[i][j] *= factor;
         }
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
-        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+        for (int j = 0; j < vectors; j++) NSA__TO(c[i] + j * NSA__L) = sum[i][j];
     }
 }
 
-/* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
-   chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
-   and column alone. With `add` alone the chain begins with the c that is there. With `scale` it
-   begins with 0 and scale c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `factor` is for pairs. */
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, nsa_real factor) {
+/* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
+   its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__ROWS],
+                                               const nsa__product *x) {
     NSA__ARITHMETIC
-    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a_row[NSA__ROWS];
-    nsa_real *c_row[NSA__ROWS];
-    NSA__UNROLL
-    for (int i = 0; i < rows; i++) {
-        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
-        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++)
-            if (c.add && !c.scale)
-                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
-            else
-                sum[i][j] = zero;
-    }
-    for (int p = 0; p < k; p++) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const int *b_rows = x->b->rows;
+    NSA__V of_b[NSA__VECTORS];
+    ptrdiff_t at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
+        if (listed) b_row = b + b_rows[p] * row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
+            of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
-/* Some columns of c: m rows in pieces of NSA__ROWS. The last two share what is left, because a
-   piece of few rows waits for its own sums. The number of rows is a constant in each call, so that
-   the compiler can hold the piece in registers. */
-NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, nsa_real factor) {
-    while (m > 0) {
-        int rows = m < NSA__ROWS ? m : NSA__ROWS;
-        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
-#if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
-#endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
-        m -= rows;
-        if (a.rows)
-            a.rows += rows;
-        else
-            a.data += rows * a.row;
-        if (c.rows)
-            c.rows += rows;
-        else
-            c.data += rows * c.row;
-        if (c.scale) c.scale += rows;
+/* A piece of c in registers: rows x vectors, constants once this is inlined. With `add` alone its
+   chains begin with the c that is there. With `scale` they begin with 0 and scale c is added at the
+   end. Softmax adds many tiles to a row: a chain for each tile rounds less than one chain through
+   all of them. */
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+                                           int first) {
+    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const int *of_a = x->a->rows;
+    nsa_real *c[NSA__ROWS];
+    if (x->c->add && !x->c->scale) {
+        NSA__T(piece_rows)(rows, x, first, c);
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = NSA__FROM(c[i] + j * NSA__L);
+        }
+    } else {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = zero;
+        }
     }
+    if (of_a)
+        of_a += first;
+    else
+        a_first += first * x->a->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
+    if (!NSA__OF_PAIRS && x->b->rows) /* see nsa__pairs */
+        NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
+    else
+        NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
+    NSA__T(piece_end)(rows, vectors, sum, x, first);
+}
+
+/* Rows i .. m - 1 in pieces of one vector, and of NSA__VECTORS. These are functions, as in one they
+   would have too few registers, and clang holds the sums of narrow ones in memory. */
+#define NSA__PIECES(n)                                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
+    }                                                                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
+        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+    }
+NSA__PIECES(1)
+NSA__PIECES(2)
+NSA__PIECES(3)
+NSA__PIECES(4)
+#if NSA__ROWS > 4
+NSA__PIECES(5)
+NSA__PIECES(6)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+    {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
+    {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
+#if NSA__ROWS > 4
+    {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+};
+
+/* The columns that whole vectors hold, in pieces of NSA__VECTORS, then in single vectors. The last
+   two pieces of m rows share what is left, because one of few rows waits for its own sums. Returns
+   how many columns these are. */
+NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
+    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
+    for (int wide = 1; wide >= 0; wide--) {
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        for (; x->column + columns <= n; x->column += columns) {
+            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            for (int i = m - shared, rows; i < m; i += rows) {
+                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
+            }
+        }
+    }
+    return x->column;
 }
 
 #if !NSA__OF_PAIRS
-/* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
-   of multiply-adds, so an element has the same bits in each of the three. */
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result) {
+/* What no vector holds is the same chain of multiply-adds one by one, so an element has the same
+   bits wherever it stands. */
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 1);
-    for (; j < n; j++, b.data++, c.data++)
+    nsa__product x = {k, 0, a, b, c, 1};
+    for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
-            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
-            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.scale ? *to : 0;
+            const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
+            nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
+            nsa_real sum = c->add && !c->scale ? *to : 0;
             for (int p = 0; p < k; p++)
-                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.scale ? sum + c.scale[i] * *to : sum;
+                sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+            *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
 
@@ -3721,6 +3778,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -3909,120 +3967,162 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
+                                                nsa_real *c[NSA__ROWS]) {
+    nsa_real *at = x->c->data + x->column;
+    const int *of_c = x->c->rows;
+    if (of_c)
+        of_c += first;
+    else
+        at += first * x->c->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) c[i] = at + (of_c ? of_c[i] : i) * x->c->row;
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
-                                               nsa_real factor) {
+                                               const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    if (c.scale) {
+    nsa_real *c[NSA__ROWS];
+    NSA__T(piece_rows)(rows, x, first, c);
+    if (x->c->scale) {
+        const nsa_real *of_row = x->c->scale + first;
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V scale = NSA__T(splat)(c.scale[i]);
+            const NSA__V scale = NSA__T(splat)(of_row[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
-                NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
+                NSA__TO(c[i] + j * NSA__L) = sum[i][j] + scale * NSA__FROM(c[i] + j * NSA__L);
         }
         return;
     }
-    if (NSA__OF_PAIRS && !c.add) {
+    if (NSA__OF_PAIRS && !x->c->add) {
+        const NSA__V factor = NSA__T(splat)(x->factor);
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
             NSA__UNROLL
-            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+            for (int j = 0; j < vectors; j++) sum[i][j] *= factor;
         }
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
-        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+        for (int j = 0; j < vectors; j++) NSA__TO(c[i] + j * NSA__L) = sum[i][j];
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, nsa_real factor) {
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__ROWS],
+                                               const nsa__product *x) {
     NSA__ARITHMETIC
-    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a_row[NSA__ROWS];
-    nsa_real *c_row[NSA__ROWS];
-    NSA__UNROLL
-    for (int i = 0; i < rows; i++) {
-        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
-        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++)
-            if (c.add && !c.scale)
-                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
-            else
-                sum[i][j] = zero;
-    }
-    for (int p = 0; p < k; p++) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const int *b_rows = x->b->rows;
+    NSA__V of_b[NSA__VECTORS];
+    ptrdiff_t at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
+        if (listed) b_row = b + b_rows[p] * row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
+            of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, nsa_real factor) {
-    while (m > 0) {
-        int rows = m < NSA__ROWS ? m : NSA__ROWS;
-        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
-#if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
-#endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
-        m -= rows;
-        if (a.rows)
-            a.rows += rows;
-        else
-            a.data += rows * a.row;
-        if (c.rows)
-            c.rows += rows;
-        else
-            c.data += rows * c.row;
-        if (c.scale) c.scale += rows;
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+                                           int first) {
+    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const int *of_a = x->a->rows;
+    nsa_real *c[NSA__ROWS];
+    if (x->c->add && !x->c->scale) {
+        NSA__T(piece_rows)(rows, x, first, c);
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = NSA__FROM(c[i] + j * NSA__L);
+        }
+    } else {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = zero;
+        }
     }
+    if (of_a)
+        of_a += first;
+    else
+        a_first += first * x->a->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
+    if (!NSA__OF_PAIRS && x->b->rows)
+        NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
+    else
+        NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
+    NSA__T(piece_end)(rows, vectors, sum, x, first);
+}
+
+#define NSA__PIECES(n)                                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
+    }                                                                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
+        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+    }
+NSA__PIECES(1)
+NSA__PIECES(2)
+NSA__PIECES(3)
+NSA__PIECES(4)
+#if NSA__ROWS > 4
+NSA__PIECES(5)
+NSA__PIECES(6)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+    {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
+    {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
+#if NSA__ROWS > 4
+    {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+};
+
+NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
+    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
+    for (int wide = 1; wide >= 0; wide--) {
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        for (; x->column + columns <= n; x->column += columns) {
+            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            for (int i = m - shared, rows; i < m; i += rows) {
+                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
+            }
+        }
+    }
+    return x->column;
 }
 
 #if !NSA__OF_PAIRS
 
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 1);
-    for (; j < n; j++, b.data++, c.data++)
+    nsa__product x = {k, 0, a, b, c, 1};
+    for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
-            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
-            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.scale ? *to : 0;
+            const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
+            nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
+            nsa_real sum = c->add && !c->scale ? *to : 0;
             for (int p = 0; p < k; p++)
-                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.scale ? sum + c.scale[i] * *to : sum;
+                sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+            *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
 
@@ -4227,6 +4327,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -4411,120 +4512,162 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
+                                                nsa_real *c[NSA__ROWS]) {
+    nsa_real *at = x->c->data + x->column;
+    const int *of_c = x->c->rows;
+    if (of_c)
+        of_c += first;
+    else
+        at += first * x->c->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) c[i] = at + (of_c ? of_c[i] : i) * x->c->row;
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
-                                               nsa_real factor) {
+                                               const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    if (c.scale) {
+    nsa_real *c[NSA__ROWS];
+    NSA__T(piece_rows)(rows, x, first, c);
+    if (x->c->scale) {
+        const nsa_real *of_row = x->c->scale + first;
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V scale = NSA__T(splat)(c.scale[i]);
+            const NSA__V scale = NSA__T(splat)(of_row[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
-                NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
+                NSA__TO(c[i] + j * NSA__L) = sum[i][j] + scale * NSA__FROM(c[i] + j * NSA__L);
         }
         return;
     }
-    if (NSA__OF_PAIRS && !c.add) {
+    if (NSA__OF_PAIRS && !x->c->add) {
+        const NSA__V factor = NSA__T(splat)(x->factor);
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
             NSA__UNROLL
-            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+            for (int j = 0; j < vectors; j++) sum[i][j] *= factor;
         }
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
-        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+        for (int j = 0; j < vectors; j++) NSA__TO(c[i] + j * NSA__L) = sum[i][j];
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, nsa_real factor) {
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__ROWS],
+                                               const nsa__product *x) {
     NSA__ARITHMETIC
-    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a_row[NSA__ROWS];
-    nsa_real *c_row[NSA__ROWS];
-    NSA__UNROLL
-    for (int i = 0; i < rows; i++) {
-        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
-        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++)
-            if (c.add && !c.scale)
-                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
-            else
-                sum[i][j] = zero;
-    }
-    for (int p = 0; p < k; p++) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const int *b_rows = x->b->rows;
+    NSA__V of_b[NSA__VECTORS];
+    ptrdiff_t at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
+        if (listed) b_row = b + b_rows[p] * row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
+            of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, nsa_real factor) {
-    while (m > 0) {
-        int rows = m < NSA__ROWS ? m : NSA__ROWS;
-        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
-#if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
-#endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
-        m -= rows;
-        if (a.rows)
-            a.rows += rows;
-        else
-            a.data += rows * a.row;
-        if (c.rows)
-            c.rows += rows;
-        else
-            c.data += rows * c.row;
-        if (c.scale) c.scale += rows;
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+                                           int first) {
+    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const int *of_a = x->a->rows;
+    nsa_real *c[NSA__ROWS];
+    if (x->c->add && !x->c->scale) {
+        NSA__T(piece_rows)(rows, x, first, c);
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = NSA__FROM(c[i] + j * NSA__L);
+        }
+    } else {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = zero;
+        }
     }
+    if (of_a)
+        of_a += first;
+    else
+        a_first += first * x->a->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
+    if (!NSA__OF_PAIRS && x->b->rows)
+        NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
+    else
+        NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
+    NSA__T(piece_end)(rows, vectors, sum, x, first);
+}
+
+#define NSA__PIECES(n)                                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
+    }                                                                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
+        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+    }
+NSA__PIECES(1)
+NSA__PIECES(2)
+NSA__PIECES(3)
+NSA__PIECES(4)
+#if NSA__ROWS > 4
+NSA__PIECES(5)
+NSA__PIECES(6)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+    {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
+    {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
+#if NSA__ROWS > 4
+    {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+};
+
+NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
+    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
+    for (int wide = 1; wide >= 0; wide--) {
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        for (; x->column + columns <= n; x->column += columns) {
+            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            for (int i = m - shared, rows; i < m; i += rows) {
+                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
+            }
+        }
+    }
+    return x->column;
 }
 
 #if !NSA__OF_PAIRS
 
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 1);
-    for (; j < n; j++, b.data++, c.data++)
+    nsa__product x = {k, 0, a, b, c, 1};
+    for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
-            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
-            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.scale ? *to : 0;
+            const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
+            nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
+            nsa_real sum = c->add && !c->scale ? *to : 0;
             for (int p = 0; p < k; p++)
-                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.scale ? sum + c.scale[i] * *to : sum;
+                sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+            *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
 
@@ -4729,6 +4872,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -4904,120 +5048,162 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
+                                                nsa_real *c[NSA__ROWS]) {
+    nsa_real *at = x->c->data + x->column;
+    const int *of_c = x->c->rows;
+    if (of_c)
+        of_c += first;
+    else
+        at += first * x->c->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) c[i] = at + (of_c ? of_c[i] : i) * x->c->row;
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
-                                               nsa_real factor) {
+                                               const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    if (c.scale) {
+    nsa_real *c[NSA__ROWS];
+    NSA__T(piece_rows)(rows, x, first, c);
+    if (x->c->scale) {
+        const nsa_real *of_row = x->c->scale + first;
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V scale = NSA__T(splat)(c.scale[i]);
+            const NSA__V scale = NSA__T(splat)(of_row[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
-                NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
+                NSA__TO(c[i] + j * NSA__L) = sum[i][j] + scale * NSA__FROM(c[i] + j * NSA__L);
         }
         return;
     }
-    if (NSA__OF_PAIRS && !c.add) {
+    if (NSA__OF_PAIRS && !x->c->add) {
+        const NSA__V factor = NSA__T(splat)(x->factor);
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
             NSA__UNROLL
-            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+            for (int j = 0; j < vectors; j++) sum[i][j] *= factor;
         }
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
-        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+        for (int j = 0; j < vectors; j++) NSA__TO(c[i] + j * NSA__L) = sum[i][j];
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, nsa_real factor) {
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__ROWS],
+                                               const nsa__product *x) {
     NSA__ARITHMETIC
-    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a_row[NSA__ROWS];
-    nsa_real *c_row[NSA__ROWS];
-    NSA__UNROLL
-    for (int i = 0; i < rows; i++) {
-        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
-        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++)
-            if (c.add && !c.scale)
-                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
-            else
-                sum[i][j] = zero;
-    }
-    for (int p = 0; p < k; p++) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const int *b_rows = x->b->rows;
+    NSA__V of_b[NSA__VECTORS];
+    ptrdiff_t at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
+        if (listed) b_row = b + b_rows[p] * row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
+            of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, nsa_real factor) {
-    while (m > 0) {
-        int rows = m < NSA__ROWS ? m : NSA__ROWS;
-        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
-#if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
-#endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
-        m -= rows;
-        if (a.rows)
-            a.rows += rows;
-        else
-            a.data += rows * a.row;
-        if (c.rows)
-            c.rows += rows;
-        else
-            c.data += rows * c.row;
-        if (c.scale) c.scale += rows;
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+                                           int first) {
+    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const int *of_a = x->a->rows;
+    nsa_real *c[NSA__ROWS];
+    if (x->c->add && !x->c->scale) {
+        NSA__T(piece_rows)(rows, x, first, c);
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = NSA__FROM(c[i] + j * NSA__L);
+        }
+    } else {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = zero;
+        }
     }
+    if (of_a)
+        of_a += first;
+    else
+        a_first += first * x->a->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
+    if (!NSA__OF_PAIRS && x->b->rows)
+        NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
+    else
+        NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
+    NSA__T(piece_end)(rows, vectors, sum, x, first);
+}
+
+#define NSA__PIECES(n)                                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
+    }                                                                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
+        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+    }
+NSA__PIECES(1)
+NSA__PIECES(2)
+NSA__PIECES(3)
+NSA__PIECES(4)
+#if NSA__ROWS > 4
+NSA__PIECES(5)
+NSA__PIECES(6)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+    {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
+    {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
+#if NSA__ROWS > 4
+    {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+};
+
+NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
+    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
+    for (int wide = 1; wide >= 0; wide--) {
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        for (; x->column + columns <= n; x->column += columns) {
+            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            for (int i = m - shared, rows; i < m; i += rows) {
+                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
+            }
+        }
+    }
+    return x->column;
 }
 
 #if !NSA__OF_PAIRS
 
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 1);
-    for (; j < n; j++, b.data++, c.data++)
+    nsa__product x = {k, 0, a, b, c, 1};
+    for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
-            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
-            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.scale ? *to : 0;
+            const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
+            nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
+            nsa_real sum = c->add && !c->scale ? *to : 0;
             for (int p = 0; p < k; p++)
-                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.scale ? sum + c.scale[i] * *to : sum;
+                sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+            *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
 
@@ -5222,6 +5408,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -5422,120 +5609,162 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
+                                                nsa_real *c[NSA__ROWS]) {
+    nsa_real *at = x->c->data + x->column;
+    const int *of_c = x->c->rows;
+    if (of_c)
+        of_c += first;
+    else
+        at += first * x->c->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) c[i] = at + (of_c ? of_c[i] : i) * x->c->row;
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
-                                               nsa_real factor) {
+                                               const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    if (c.scale) {
+    nsa_real *c[NSA__ROWS];
+    NSA__T(piece_rows)(rows, x, first, c);
+    if (x->c->scale) {
+        const nsa_real *of_row = x->c->scale + first;
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V scale = NSA__T(splat)(c.scale[i]);
+            const NSA__V scale = NSA__T(splat)(of_row[i]);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++)
-                NSA__TO(c_row[i] + j * NSA__L) =
-                    sum[i][j] + scale * NSA__FROM(c_row[i] + j * NSA__L);
+                NSA__TO(c[i] + j * NSA__L) = sum[i][j] + scale * NSA__FROM(c[i] + j * NSA__L);
         }
         return;
     }
-    if (NSA__OF_PAIRS && !c.add) {
+    if (NSA__OF_PAIRS && !x->c->add) {
+        const NSA__V factor = NSA__T(splat)(x->factor);
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
             NSA__UNROLL
-            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+            for (int j = 0; j < vectors; j++) sum[i][j] *= factor;
         }
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
-        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+        for (int j = 0; j < vectors; j++) NSA__TO(c[i] + j * NSA__L) = sum[i][j];
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, nsa_real factor) {
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__ROWS],
+                                               const nsa__product *x) {
     NSA__ARITHMETIC
-    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a_row[NSA__ROWS];
-    nsa_real *c_row[NSA__ROWS];
-    NSA__UNROLL
-    for (int i = 0; i < rows; i++) {
-        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
-        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++)
-            if (c.add && !c.scale)
-                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
-            else
-                sum[i][j] = zero;
-    }
-    for (int p = 0; p < k; p++) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const int *b_rows = x->b->rows;
+    NSA__V of_b[NSA__VECTORS];
+    ptrdiff_t at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
+        if (listed) b_row = b + b_rows[p] * row;
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + j * NSA__L);
+            of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__KEEP_IN_REGISTER(of_b[j]);
         }
         NSA__UNROLL
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, nsa_real factor) {
-    while (m > 0) {
-        int rows = m < NSA__ROWS ? m : NSA__ROWS;
-        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
-#if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
-#endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
-        m -= rows;
-        if (a.rows)
-            a.rows += rows;
-        else
-            a.data += rows * a.row;
-        if (c.rows)
-            c.rows += rows;
-        else
-            c.data += rows * c.row;
-        if (c.scale) c.scale += rows;
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+                                           int first) {
+    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const int *of_a = x->a->rows;
+    nsa_real *c[NSA__ROWS];
+    if (x->c->add && !x->c->scale) {
+        NSA__T(piece_rows)(rows, x, first, c);
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = NSA__FROM(c[i] + j * NSA__L);
+        }
+    } else {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] = zero;
+        }
     }
+    if (of_a)
+        of_a += first;
+    else
+        a_first += first * x->a->row;
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
+    if (!NSA__OF_PAIRS && x->b->rows)
+        NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
+    else
+        NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
+    NSA__T(piece_end)(rows, vectors, sum, x, first);
+}
+
+#define NSA__PIECES(n)                                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
+    }                                                                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
+        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+    }
+NSA__PIECES(1)
+NSA__PIECES(2)
+NSA__PIECES(3)
+NSA__PIECES(4)
+#if NSA__ROWS > 4
+NSA__PIECES(5)
+NSA__PIECES(6)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+    {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
+    {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
+#if NSA__ROWS > 4
+    {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+};
+
+NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
+    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
+    for (int wide = 1; wide >= 0; wide--) {
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        for (; x->column + columns <= n; x->column += columns) {
+            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            for (int i = m - shared, rows; i < m; i += rows) {
+                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
+            }
+        }
+    }
+    return x->column;
 }
 
 #if !NSA__OF_PAIRS
 
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 1);
-    for (; j < n; j++, b.data++, c.data++)
+    nsa__product x = {k, 0, a, b, c, 1};
+    for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
-            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
-            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
-            nsa_real sum = c.add && !c.scale ? *to : 0;
+            const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
+            nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
+            nsa_real sum = c->add && !c->scale ? *to : 0;
             for (int p = 0; p < k; p++)
-                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
-            *to = c.scale ? sum + c.scale[i] * *to : sum;
+                sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+            *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
 
@@ -5740,6 +5969,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
@@ -5760,21 +5990,10 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
    (nsa__pairs, tiles.h). */
 
 /* See nsa__pairs. */
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result,
-                                     nsa_real factor) {
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    b.rows = NULL; /* a constant, so that the loop over k has no test of it */
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, factor);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j < n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, factor);
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    nsa__product x = {k, 0, a, b, c, factor};
+    NSA__T(product)(m, n, &x);
 }
 
 /* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
@@ -5851,6 +6070,7 @@ NSA__TARGET static void NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x,
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
                                          NSA__T(round_pairs), NSA__T(store)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS

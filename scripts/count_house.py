@@ -15,8 +15,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LINES = {"tiles.inl": 720}  # of a file; 750 elsewhere
 PARAMETERS = 6
-LONG = {
-    "NSA__T(columns)": 7, "NSA__T(piece)": 7, "NSA__T(round_pairs)": 7, "nsa_decode": 7}
+LONG = {"NSA__T(round_pairs)": 7, "nsa_decode": 7}
 # Where a branch may be told from another: its rule for spans, and its row of traits.
 SPANS = {"nsa__span", "nsa__span_begin", "nsa__span_end"}
 FUNCTION = re.compile(r"^(?:static|NSA_API|NSA__\w+)\b[^;={}()]*(?:\([^()]*\)[^;={}()]*)??"

@@ -22,9 +22,11 @@ typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
 typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA__INLINE static inline __attribute__((__always_inline__))
+#define NSA__INLINE   static inline __attribute__((__always_inline__))
+#define NSA__NOINLINE __attribute__((__noinline__))
 #else
 #define NSA__INLINE static inline
+#define NSA__NOINLINE
 #endif
 
 NSA__INLINE float nsa__float_from_bits(uint32_t bits) {

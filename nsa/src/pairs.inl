@@ -3,21 +3,10 @@
    (nsa__pairs, tiles.h). */
 
 /* See nsa__pairs. */
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result,
-                                     nsa_real factor) {
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
-    int j = 0;
-    b.rows = NULL; /* a constant, so that the loop over k has no test of it */
-    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, factor);
-        b.data += NSA__VECTORS * NSA__L;
-        c.data += NSA__VECTORS * NSA__L;
-    }
-    for (; j < n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, factor);
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    nsa__product x = {k, 0, a, b, c, factor};
+    NSA__T(product)(m, n, &x);
 }
 
 /* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
@@ -94,6 +83,7 @@ NSA__TARGET static void NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x,
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
                                          NSA__T(round_pairs), NSA__T(store)};
 
+#undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS

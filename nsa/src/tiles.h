@@ -37,6 +37,15 @@ static nsa__result nsa__result_at(nsa_real *data, ptrdiff_t row, int add) {
     return result;
 }
 
+/* A product, from a column of its result on; rows i .. m - 1 of it, in pieces. */
+typedef struct nsa__product {
+    int k, column;
+    const nsa__matrix *a, *b;
+    const nsa__result *c;
+    nsa_real factor; /* of pairs */
+} nsa__product;
+typedef void nsa__pieces(const nsa__product *x, int i, int m);
+
 /* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
 typedef struct nsa__scored {
     int rows, n, group, first;
