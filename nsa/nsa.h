@@ -1811,8 +1811,10 @@ static void nsa__fetch_l2(const void *at, size_t bytes) {
 #endif
 
 /* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
-   such loops first of all, it keeps the array in memory. */
-#if defined(__GNUC__) && __GNUC__ >= 8 && !defined(__clang__) && !defined(__CUDACC__)
+   such loops first of all, it keeps the array in memory, as clang does at -O2. */
+#if defined(__clang__) && !defined(__CUDACC__)
+#define NSA__UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__) && __GNUC__ >= 8 && !defined(__CUDACC__)
 #define NSA__UNROLL _Pragma("GCC unroll 16")
 #else
 #define NSA__UNROLL
