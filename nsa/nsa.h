@@ -1939,16 +1939,13 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
     }
 }
 
-/* The exponent plus one, which sets the sign bit if the exponent is all ones: x is infinite or NaN.
-   So an and, an add and an or find out about many numbers. Every vector unit has these three for
-   integers; SSE2 has no integer maximum. */
+/* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if the exponent
+   is all ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
+   vector unit has these three for integers; SSE2 has no integer maximum. */
 #define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
-NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
-    const nsa__bits_t one = (nsa__bits_t)1 << (sizeof x == 8 ? 52 : 23);
-    nsa__bits_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
-}
+#define NSA__EXPONENT ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
+#define NSA__EXPONENT_CARRY(bits) \
+    (((bits) & (((nsa__bits_t)1 << NSA__SIGN_BIT) - NSA__EXPONENT)) + NSA__EXPONENT)
 
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
@@ -1987,7 +1984,7 @@ NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, i
     for (int i = 0; i < wide / 2; i++) {
         uint32_t pair;
         memcpy(&pair, to + i, sizeof pair);
-        any |= (pair & 0x7f807f80u) + 0x00800080u; /* nsa__exponent_carry of two */
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* NSA__EXPONENT_CARRY of two */
     }
     if (!(any & 0x80008000u)) return 1;
     memset(to, 0, (size_t)wide * sizeof(uint16_t));
@@ -3256,6 +3253,7 @@ typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
+typedef nsa__bits_t NSA__T(bits);
 typedef nsa_real NSA__T(memory);
 #endif
 
@@ -3672,12 +3670,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    nsa__bits_t lane[NSA__LANES], sum = 0;
-    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    NSA__T(bits) bits, carry = {0};
+    nsa__bits_t lane[NSA__L], sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
-    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+        for (int j = 0; j < n; j += NSA__L) {
+            memcpy(&bits, x + j, sizeof bits);
+            carry |= NSA__EXPONENT_CARRY(bits);
+        }
+    memcpy(lane, &carry, sizeof carry);
+    for (int j = 0; j < NSA__L; j++) sum |= lane[j];
     return !(sum >> NSA__SIGN_BIT);
 }
 
@@ -3840,6 +3841,7 @@ typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
+typedef nsa__bits_t NSA__T(bits);
 typedef nsa_real NSA__T(memory);
 #endif
 
@@ -4224,12 +4226,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    nsa__bits_t lane[NSA__LANES], sum = 0;
-    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    NSA__T(bits) bits, carry = {0};
+    nsa__bits_t lane[NSA__L], sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
-    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+        for (int j = 0; j < n; j += NSA__L) {
+            memcpy(&bits, x + j, sizeof bits);
+            carry |= NSA__EXPONENT_CARRY(bits);
+        }
+    memcpy(lane, &carry, sizeof carry);
+    for (int j = 0; j < NSA__L; j++) sum |= lane[j];
     return !(sum >> NSA__SIGN_BIT);
 }
 
@@ -4385,6 +4390,7 @@ typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
+typedef nsa__bits_t NSA__T(bits);
 typedef nsa_real NSA__T(memory);
 #endif
 
@@ -4769,12 +4775,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    nsa__bits_t lane[NSA__LANES], sum = 0;
-    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    NSA__T(bits) bits, carry = {0};
+    nsa__bits_t lane[NSA__L], sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
-    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+        for (int j = 0; j < n; j += NSA__L) {
+            memcpy(&bits, x + j, sizeof bits);
+            carry |= NSA__EXPONENT_CARRY(bits);
+        }
+    memcpy(lane, &carry, sizeof carry);
+    for (int j = 0; j < NSA__L; j++) sum |= lane[j];
     return !(sum >> NSA__SIGN_BIT);
 }
 
@@ -4921,6 +4930,7 @@ typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
+typedef nsa__bits_t NSA__T(bits);
 typedef nsa_real NSA__T(memory);
 #endif
 
@@ -5305,12 +5315,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    nsa__bits_t lane[NSA__LANES], sum = 0;
-    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    NSA__T(bits) bits, carry = {0};
+    nsa__bits_t lane[NSA__L], sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
-    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+        for (int j = 0; j < n; j += NSA__L) {
+            memcpy(&bits, x + j, sizeof bits);
+            carry |= NSA__EXPONENT_CARRY(bits);
+        }
+    memcpy(lane, &carry, sizeof carry);
+    for (int j = 0; j < NSA__L; j++) sum |= lane[j];
     return !(sum >> NSA__SIGN_BIT);
 }
 
@@ -5482,6 +5495,7 @@ typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
+typedef nsa__bits_t NSA__T(bits);
 typedef nsa_real NSA__T(memory);
 #endif
 
@@ -5866,12 +5880,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    nsa__bits_t lane[NSA__LANES], sum = 0;
-    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    NSA__T(bits) bits, carry = {0};
+    nsa__bits_t lane[NSA__L], sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
-    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+        for (int j = 0; j < n; j += NSA__L) {
+            memcpy(&bits, x + j, sizeof bits);
+            carry |= NSA__EXPONENT_CARRY(bits);
+        }
+    memcpy(lane, &carry, sizeof carry);
+    for (int j = 0; j < NSA__L; j++) sum |= lane[j];
     return !(sum >> NSA__SIGN_BIT);
 }
 

@@ -313,16 +313,13 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
     }
 }
 
-/* The exponent plus one, which sets the sign bit if the exponent is all ones: x is infinite or NaN.
-   So an and, an add and an or find out about many numbers. Every vector unit has these three for
-   integers; SSE2 has no integer maximum. */
+/* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if the exponent
+   is all ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
+   vector unit has these three for integers; SSE2 has no integer maximum. */
 #define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
-NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
-    const nsa__bits_t one = (nsa__bits_t)1 << (sizeof x == 8 ? 52 : 23);
-    nsa__bits_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
-}
+#define NSA__EXPONENT ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
+#define NSA__EXPONENT_CARRY(bits) \
+    (((bits) & (((nsa__bits_t)1 << NSA__SIGN_BIT) - NSA__EXPONENT)) + NSA__EXPONENT)
 
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
@@ -361,7 +358,7 @@ NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, i
     for (int i = 0; i < wide / 2; i++) {
         uint32_t pair;
         memcpy(&pair, to + i, sizeof pair);
-        any |= (pair & 0x7f807f80u) + 0x00800080u; /* nsa__exponent_carry of two */
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* NSA__EXPONENT_CARRY of two */
     }
     if (!(any & 0x80008000u)) return 1;
     memset(to, 0, (size_t)wide * sizeof(uint16_t));

@@ -24,6 +24,7 @@ typedef unsigned char NSA__T(eighths) __attribute__((__vector_size__(NSA__L)));
 #else
 typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
+typedef nsa__bits_t NSA__T(bits);
 typedef nsa_real NSA__T(memory);
 #endif
 
@@ -440,12 +441,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    nsa__bits_t lane[NSA__LANES], sum = 0;
-    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    NSA__T(bits) bits, carry = {0};
+    nsa__bits_t lane[NSA__L], sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
-    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+        for (int j = 0; j < n; j += NSA__L) {
+            memcpy(&bits, x + j, sizeof bits);
+            carry |= NSA__EXPONENT_CARRY(bits);
+        }
+    memcpy(lane, &carry, sizeof carry);
+    for (int j = 0; j < NSA__L; j++) sum |= lane[j];
     return !(sum >> NSA__SIGN_BIT);
 }
 
