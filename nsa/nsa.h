@@ -1939,8 +1939,8 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
     }
 }
 
-/* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if the exponent
-   is all ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
+/* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if all of the
+   exponent is ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
    vector unit has these three for integers; SSE2 has no integer maximum. */
 #define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
 #define NSA__EXPONENT ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
