@@ -321,6 +321,8 @@ def test_input():
 
 def test_large():
     """Packed bytes are held once, and what memory has no room for is refused before the kernel kills."""
+    if "zlib" not in libraries:
+        return
     size = 96 << 20
     packed = 6 * gzip.compress(b"0123456789abcde\n" * (size // 16 // 6), 1)
     path = place({"large.txt.gz": packed}) / "large.txt.gz"
