@@ -9,11 +9,12 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
 
-from runs import Runs, check, done
+from runs import SMALL, Runs, check, done
 
 runs, shards, libraries = Runs(sys.argv[1], sys.argv[2], "formats"), sys.argv[3], sys.argv[4].split(",")
 numbers = itertools.count()
@@ -318,6 +319,36 @@ def test_input():
     check(found is None and "-: a Parquet file" in said, said)
 
 
-for test in (test_json, test_text, test_packed, test_strangers, test_folder, test_names_for_validation, test_input):
+def test_large():
+    """Packed bytes are held once, and what memory has no room for is refused before the kernel kills."""
+    if "zlib" not in libraries:
+        return
+    size = 96 << 20
+    packed = 6 * gzip.compress(b"0123456789abcde\n" * (size // 16 // 6), 1)
+    path = place({"large.txt.gz": packed}) / "large.txt.gz"
+    options = ("--data", path, "--steps", 1, "--eval-every", 0)
+    _, process = runs.start("large", *options)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = status
+    check(status == 0, (runs.root / "large.log").read_text())
+    check(used.ru_maxrss * 1024 < 3 * size, used.ru_maxrss, "KiB for a text of", size)
+    group = runs.root / "group"
+    group.mkdir()
+    inside = ["unshare", "--mount", "--map-root-user", "sh", "-c",
+              'mount --bind "$0" /sys/fs/cgroup || exit 77; exec "$@"', group]
+    if not shutil.which("unshare") or subprocess.run([*inside, "true"], stderr=subprocess.DEVNULL).returncode:
+        print("nothing can be mounted here; test_quota's groups stand alone")
+        return
+    trainer = [runs.program, *SMALL, *map(str, options), "--out-dir", runs.root / "refused"]
+    writer = [shards, runs.root / "unwritten", path]
+    text = f"{path}: no memory for "
+    for room, command, words in ((size, trainer, text), (size, writer, text), (4 * size, writer, "memory for tokens")):
+        (group / "memory.max").write_text(str(room))
+        ran = subprocess.run([*inside, *command], capture_output=True, text=True, timeout=60)
+        check(ran.returncode == 2 and words in ran.stdout + ran.stderr, ran)
+
+
+for test in (test_json, test_text, test_packed, test_strangers, test_folder, test_names_for_validation, test_input,
+             test_large):
     test()
 done()

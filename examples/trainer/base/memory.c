@@ -48,3 +48,9 @@ bool memory_fits(const char *what, size_t bytes, fault *f) {
                      "%.1f MiB (the machine's memory, or its control group's)",
                      what, (double)bytes / (1 << 20), held / (1 << 20), limit / (1 << 20));
 }
+
+size_t memory_grow(const char *what, size_t used, size_t more, fault *f) {
+    enum { LARGE = 1 << 25 }; /* below it the limit is not asked for: that reads files */
+    size_t need = used + more, room = need < LARGE ? 2 * need : need + need / 8;
+    return need < LARGE || memory_fits(what, room - used, f) ? room : 0;
+}

@@ -16,6 +16,10 @@ double memory_limit(void);
 double memory_of_group(const char *folder);
 double memory_of_group_1(const char *folder);
 
+/* The bytes that an array of `used` bytes, which is full, grows to for `more`: twice as many, of a
+   large one an eighth more. 0, and a fault, where these would pass the limit. */
+size_t memory_grow(const char *what, size_t used, size_t more, fault *f);
+
 /* Whether that suffices for so many bytes more than this process has; `what` they are for is what
    the message begins with. */
 bool memory_fits(const char *what, size_t bytes, fault *f);

@@ -9,6 +9,7 @@
 
 #include "base/files.h"
 #include "base/json_file.h"
+#include "base/memory.h"
 #include "data/unpack.h"
 
 /* ---- Opening ---- */
@@ -222,12 +223,11 @@ static char *read_rest(lines *l, size_t *bytes, fault *f) {
             ok = fault_set(f, "%s: more than %lld bytes of text in one document", l->name,
                            (long long)DOCUMENTS_TEXT_BYTES);
         if (ok && *bytes + count > room) {
-            room = 2 * (*bytes + count);
-            char *more = realloc(all, room);
-            if (more)
-                all = more;
-            else
-                ok = fault_set(f, "%s: out of memory for its text", l->name);
+            room = memory_grow(l->name, *bytes, count, f);
+            char *more = room ? realloc(all, room) : NULL;
+            if (more) all = more;
+            ok = more != NULL;
+            if (room && !more) fault_set(f, "%s: out of memory for its text", l->name);
         }
         if (!ok) {
             free(all);

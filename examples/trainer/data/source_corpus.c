@@ -27,9 +27,10 @@ enum { STRETCHES = 16, TELL_BYTES = 1 << 26, WIDEST = 4 };
 typedef struct piece {
     int64_t begin, count; /* place among all tokens; the separator included */
     const char *path;
-    int width;       /* bytes of a token on the disk; 0: in memory */
+    int width;       /* bytes of a token on the disk or in `text`; 0: in `tokens` */
     int64_t header;  /* bytes before the first token */
     bool separator;  /* the last token is one that the file does not hold */
+    char *text;      /* of bytes that were packed: all of them */
     int32_t *tokens; /* where width is 0 */
 } piece;
 
@@ -68,15 +69,16 @@ static int64_t token_at(const unsigned char *at, int width) {
     return token;
 }
 
-static bool read_disk(corpus *c, size_t i, int64_t first, int64_t count, int32_t *tokens,
-                      fault *f) {
+static bool read_stored(corpus *c, size_t i, int64_t first, int64_t count, int32_t *tokens,
+                        fault *f) {
     const piece *p = &c->pieces[i];
     int64_t offset = p->header + first * p->width, vocab = c->base.options->vocab_size;
-    if (!open_piece(c, i, f) ||
-        !files_read_at(c->fd, p->path, c->bytes, (size_t)(count * p->width), offset, f))
+    const unsigned char *at = p->text ? (unsigned char *)p->text + offset : c->bytes;
+    if (!p->text && (!open_piece(c, i, f) || !files_read_at(c->fd, p->path, c->bytes,
+                                                            (size_t)(count * p->width), offset, f)))
         return false;
     for (int64_t k = 0; k < count; k++) {
-        int64_t token = token_at(c->bytes + k * p->width, p->width);
+        int64_t token = token_at(at + k * p->width, p->width);
         if (token >= vocab)
             return fault_set(
                 f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld%s", p->path,
@@ -97,7 +99,7 @@ static bool read_piece(corpus *c, size_t i, int64_t first, int64_t count, int32_
     int64_t from_file = first + count > stored ? stored - first : count;
     if (from_file < count) tokens[count - 1] = tokenizer_separator(c->base.options->tokenizer);
     if (from_file <= 0) return true;
-    if (p->width) return read_disk(c, i, first, from_file, tokens, f);
+    if (p->width) return read_stored(c, i, first, from_file, tokens, f);
     memcpy(tokens, p->tokens + first, (size_t)from_file * sizeof *tokens);
     return true;
 }
@@ -260,42 +262,44 @@ static bool ends_with_newline(const char *path, int fd, int64_t bytes, bool *yes
     return true;
 }
 
+/* Of bytes, what separates documents is a newline, which a text may have. */
+static void lay_bytes(piece *p, int64_t bytes, bool newline) {
+    p->width = 1;
+    p->separator = !newline;
+    p->count = bytes + p->separator;
+}
+
 /* Text that is not bytes is encoded whole. */
-static bool encode_text(corpus *c, const char *path, piece *p, fault *f) {
-    size_t bytes;
+static bool encode_text(corpus *c, char *text, size_t bytes, piece *p, fault *f) {
     token_list list = {NULL, 0, 0};
     tokenizer *t = c->base.options->tokenizer;
-    char *text = documents_read_text(path, &bytes, f);
-    if (!text) return false;
-    /* What separates documents is added: of bytes a newline, which this may have. */
-    if (tokenizer_is_byte(t) && bytes && text[bytes - 1] == '\n') bytes--;
     if (bytes > TELL_BYTES)
         listener_say(&c->base.options->notes,
                      "%s: encoding %zu MB before the first step; shards "
                      "(.bin) open at once",
-                     path, bytes / 1000000);
+                     p->path, bytes / 1000000);
     bool ok = tokenizer_encode_document(t, text, bytes, &list, f);
     free(text);
-    if (ok && !list.count && !token_list_push(&list, tokenizer_separator(t))) /* of "\n" */
-        ok = fault_set(f, "%s: out of memory for tokens", path);
-    if (!ok) {
-        token_list_free(&list);
-        return false;
-    }
+    if (ok && !list.count && !token_list_push(&list, tokenizer_separator(t)))
+        ok = fault_set(f, "%s: out of memory for tokens", p->path);
     p->tokens = list.ids;
     p->count = (int64_t)list.count;
-    return true;
+    return ok;
 }
 
 static bool open_text(corpus *c, const format_file *file, int fd, piece *p, fault *f) {
-    bool newline, packed = file->format.packing != FORMAT_PLAIN;
-    if (packed || !tokenizer_is_byte(c->base.options->tokenizer))
-        return encode_text(c, file->path, p, f);
-    if (!ends_with_newline(file->path, fd, file->size, &newline, f)) return false;
-    p->width = 1;
-    p->header = file->format.begin;
-    p->separator = !newline;
-    p->count = file->size - p->header + p->separator;
+    bool newline, is_byte = tokenizer_is_byte(c->base.options->tokenizer);
+    size_t bytes;
+    if (is_byte && file->format.packing == FORMAT_PLAIN) {
+        if (!ends_with_newline(file->path, fd, file->size, &newline, f)) return false;
+        p->header = file->format.begin;
+        lay_bytes(p, file->size - p->header, newline);
+        return true;
+    }
+    char *text = documents_read_text(file->path, &bytes, f);
+    if (!text || !is_byte) return text && encode_text(c, text, bytes, p, f);
+    p->text = text;
+    lay_bytes(p, (int64_t)bytes, bytes && text[bytes - 1] == '\n');
     return true;
 }
 
@@ -326,6 +330,7 @@ static bool add_file(corpus *c, const format_file *file, fault *f) {
         ok = fault_set(f, "%s: more than %lld tokens with those before it", file->path,
                        (long long)MOST_TOKENS);
     if (!ok) {
+        free(p.text);
         free(p.tokens);
         return false;
     }
@@ -350,7 +355,10 @@ static bool add_files(corpus *c, const char *path, fault *f) {
 
 static void close_corpus(source *s) {
     corpus *c = corpus_of(s);
-    for (size_t i = 0; i < c->count; i++) free(c->pieces[i].tokens);
+    for (size_t i = 0; i < c->count; i++) {
+        free(c->pieces[i].text);
+        free(c->pieces[i].tokens);
+    }
     if (c->fd >= 0) close(c->fd);
     format_files_close(&c->files);
     free(c->pieces);

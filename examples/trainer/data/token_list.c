@@ -3,13 +3,17 @@
 
 #include <stdlib.h>
 
+#include "base/memory.h"
+
 bool token_list_push(token_list *list, int32_t id) {
     if (list->count == list->room) {
-        size_t room = list->room ? list->room * 2 : 1024;
-        int32_t *more = realloc(list->ids, room * sizeof *more);
+        fault unused;
+        size_t used = list->count * sizeof *list->ids;
+        size_t room = memory_grow("tokens", used, 1024 * sizeof *list->ids, &unused);
+        int32_t *more = room ? realloc(list->ids, room) : NULL;
         if (!more) return false;
         list->ids = more;
-        list->room = room;
+        list->room = room / sizeof *more;
     }
     list->ids[list->count++] = id;
     return true;
