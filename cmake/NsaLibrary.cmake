@@ -8,9 +8,8 @@ add_library(nsa::nsa ALIAS nsa)
 target_include_directories(nsa INTERFACE
     "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/nsa>"
     "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}/nsa>")
-if(UNIX)
-    target_link_libraries(nsa INTERFACE m)
-endif()
+# Of the machine that is compiled for, which need not be the one that installed: bare metal has libm, Windows none.
+target_link_libraries(nsa INTERFACE "$<$<NOT:$<PLATFORM_ID:Windows>>:m>")
 
 add_library(nsa_cuda INTERFACE)
 add_library(nsa::cuda ALIAS nsa_cuda)
@@ -25,10 +24,12 @@ if(PROJECT_IS_TOP_LEVEL)
     install(DIRECTORY nsa/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/nsa"
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cuh" PATTERN src EXCLUDE)
     install(TARGETS nsa nsa_cuda EXPORT nsa)
-    install(EXPORT nsa NAMESPACE nsa:: FILE nsa-config.cmake DESTINATION "${nsa_config_dir}")
+    # Not as nsa-config.cmake itself: an export includes what begins with its own name, the version file too, whose
+    # variables would then be the caller's.
+    install(EXPORT nsa NAMESPACE nsa:: FILE nsa-targets.cmake DESTINATION "${nsa_config_dir}")
     write_basic_package_version_file("${PROJECT_BINARY_DIR}/nsa-config-version.cmake"
         COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
-    install(FILES "${PROJECT_BINARY_DIR}/nsa-config-version.cmake"
+    install(FILES cmake/nsa-config.cmake "${PROJECT_BINARY_DIR}/nsa-config-version.cmake"
         DESTINATION "${nsa_config_dir}")
 
     # pkg-config finds the headers from where nsa.pc itself lies, so that the tree can be moved; not where one of

@@ -2261,8 +2261,7 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_CMP_STRIDE,                                                                        \
       "cmp_stride must divide cmp_block, and page_tokens if there are pages")                      \
     X(NSA_ERROR_SLC_BLOCK,                                                                         \
-      "slc_block must be a multiple of cmp_stride and at least cmp_block, on "                     \
-      "CUDA a multiple of 16 in 16..128")                                                          \
+      "slc_block must be a multiple of cmp_stride and at least cmp_block, on CUDA at most 128")    \
     X(NSA_ERROR_SLC_COUNT,                                                                         \
       "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \

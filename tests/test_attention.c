@@ -882,7 +882,7 @@ int main(int argc, char **argv) {
     test_far_rows(&chain_cases[5]);  /* tiles of packed keys */
     test_far_rows(&chain_cases[14]); /* few queries; networks as phi */
     if (!CHECKS_CUDA) test_late_queries();
-    if (!CHECKS_CUDA) test_workspace_is_linear(), test_workspace_of_half();
+    if (!CHECKS_CUDA && sizeof(size_t) >= 8) test_workspace_is_linear(), test_workspace_of_half();
     test_workspace_of_packed(64, 4, 64, NSA_PHI_MEAN);
     test_workspace_of_packed(16, 16, 64, NSA_PHI_CONV);
     test_workspace_of_packed(12, 1, 64, NSA_PHI_MLP);

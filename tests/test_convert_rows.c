@@ -25,7 +25,7 @@ static int nearest(nsa_dtype dtype, double x) {
     for (int code = 0; code < CODES; code++) {
         const double apart = fabs(number_of(dtype, code) - x),
                      least = fabs(number_of(dtype, best) - x);
-        if (isnan(apart) || (dtype == NSA_F8 && signbit(x) != (code >= 0x80))) continue;
+        if (isnan(apart) || (dtype == NSA_F8 && !signbit(x) != (code < 0x80))) continue;
         if (signbit(x) && best == 0 && dtype == NSA_F8)
             best = code;
         else if (apart < least || (apart == least && !(code & 1) && (best & 1)))

@@ -222,7 +222,9 @@ static void test_ends_of_ranges(void) {
     for (int i = 0; i < 3; i++) {
         check_case("ends of ranges, %d", i);
         nsa_status s = nsa_desc_check(&ends[i]);
-        CHECK(s == NSA_OK, "%s (%s)", nsa_status_name(s), nsa_status_where(s));
+        int fits = sizeof(size_t) >= 8 || i < 2; /* so many tokens do not in 32 bits */
+        CHECK(nsa_status_kind(s) == (fits ? NSA_OK : NSA_ERROR_OVERFLOW), "%s (%s)",
+              nsa_status_name(s), nsa_status_where(s));
     }
 #define AT(f, end) \
     { #f, offsetof(nsa_desc, f), end }

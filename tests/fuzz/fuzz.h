@@ -12,7 +12,9 @@
 /* A harness is this function; 0: it took the input, -1: not worth keeping in a corpus. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* What is left of the input. Past its end everything drawn is 0. */
+/* What is left of the input. Past its end everything drawn is 0. Two draws are never in one call,
+   nor on both sides of an assignment: compilers differ in which comes first, and an input is to
+   mean the same to the fuzzer and to every replay. */
 typedef struct fuzz_input {
     const uint8_t *at, *end;
 } fuzz_input;

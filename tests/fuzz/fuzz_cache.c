@@ -118,8 +118,8 @@ static void draw_world(fuzz_input *in, world *w) {
     int kv = 1 + fuzz_below(in, 2), heads = kv * (1 + fuzz_below(in, 2));
     memset(w, 0, sizeof *w);
     w->dtype = dtypes[fuzz_below(in, 3)];
-    w->d = nsa_desc_default(SEQUENCES, ROOM - fuzz_below(in, 8), heads, kv,
-                            1 + fuzz_below(in, MOST_DIM));
+    int room = ROOM - fuzz_below(in, 8);
+    w->d = nsa_desc_default(SEQUENCES, room, heads, kv, 1 + fuzz_below(in, MOST_DIM));
     nsa_desc *d = &w->d;
     d->dim_v = 1 + fuzz_below(in, MOST_DIM);
     d->cmp_stride = 1 + fuzz_below(in, 4);
@@ -266,7 +266,8 @@ static void refused_calls(fuzz_input *in, world *w, int c) {
                     "sequence %d", sequence_number);
     int *fields[] = {&d.batch,     &d.tokens,    &d.heads,  &d.kv_heads,  &d.dim,    &d.dim_v,
                      &d.cmp_block, &d.slc_block, &d.window, &d.slc_count, &d.threads};
-    *fields[fuzz_below(in, 11)] = (int)fuzz_number(in);
+    int number = (int)fuzz_number(in);
+    *fields[fuzz_below(in, 11)] = number;
     nsa_dtype dtype = (nsa_dtype)fuzz_below(in, 8);
     int max_rewind = fuzz_below(in, 2) ? w->max_rewind : (int)fuzz_number(in);
     size_t bytes = nsa_cache_size(&d, dtype, max_rewind);

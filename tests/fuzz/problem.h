@@ -182,8 +182,8 @@ static inline void draw_begins(fuzz_input *in, problem *p) {
 /* A small problem without a fault. */
 static inline void draw_desc(fuzz_input *in, problem *p) {
     int kv = 1 + fuzz_below(in, 2), heads = kv * (1 + fuzz_below(in, 3));
-    p->d = nsa_desc_default(1 + fuzz_below(in, MOST_BATCH), fuzz_below(in, 48), heads, kv,
-                            1 + fuzz_below(in, 20));
+    int batch = 1 + fuzz_below(in, MOST_BATCH), tokens = fuzz_below(in, 48);
+    p->d = nsa_desc_default(batch, tokens, heads, kv, 1 + fuzz_below(in, 20));
     nsa_desc *d = &p->d;
     d->dim_v = 1 + fuzz_below(in, 20);
     d->cmp_stride = 1 + fuzz_below(in, 4);
@@ -254,7 +254,8 @@ static inline void draw_strides(fuzz_input *in, problem *p, shape z, int output,
     }
     if (p->d.begins) x->batch = fuzz_number(in); /* not used */
     if (spoil == 1) {
-        *strides[fuzz_below(in, 3)] = fuzz_number(in);
+        int64_t number = fuzz_number(in);
+        *strides[fuzz_below(in, 3)] = number;
         p->spoilt = 1;
     }
 }
@@ -314,9 +315,15 @@ static inline void fill_lists(fuzz_input *in, problem *p, const slot *s, const n
                     if (check_hash(p->seed, (uint64_t)(b * 64 + t * 8 + h * 4 + j)) % 3)
                         list[at++] = j;
                 while (at < z.width) list[at++] = -1;
-                if (p->lists_spoilt && !fuzz_below(in, 4) && z.width)
-                    list[fuzz_below(in, (int)z.width)] = (int32_t)fuzz_number(in);
+                if (!p->lists_spoilt || fuzz_below(in, 4) || !z.width) continue;
+                int32_t number = (int32_t)fuzz_number(in);
+                list[fuzz_below(in, (int)z.width)] = number;
             }
+}
+
+/* Elements of a row: of 8 bits its bytes, those of its scales among them. */
+static inline int64_t row_elements(nsa_dtype dtype, int64_t width) {
+    return dtype == NSA_I8 || dtype == NSA_F8 ? width + (width + 127) / 128 * 4 : width;
 }
 
 /* A view over memory of exactly its span. `spoil`: 0 nothing, 1 a stride, 2 null, 3 an odd address,
@@ -331,6 +338,7 @@ static inline int draw_view(fuzz_input *in, problem *p, int i, arguments *a, int
                : gradient && (s->traits & GRADIENT) ? view_of(&p->x, s)->dtype
                                                     : draw_dtype(in, s->kind);
     if (spoil == 4) x->dtype = (nsa_dtype)fuzz_below(in, 8), p->spoilt = 1;
+    z.width = row_elements(x->dtype, z.width);
     draw_strides(in, p, z, output || s->kind == KIND_LIST, spoil, x); /* lists do not share */
     int64_t span = span_of(z, x);
     size_t size = dtype_size(x->dtype);
@@ -343,7 +351,7 @@ static inline int draw_view(fuzz_input *in, problem *p, int i, arguments *a, int
     if (span > 0 && s->kind == KIND_LIST && !output && x->dtype == NSA_I32) fill_lists(in, p, s, x);
     if (spoil == 2) x->data = NULL, p->spoilt = 1;
     if (spoil == 3 && size > 1) x->data = g->data + 1, p->spoilt = 1;
-    p->unusable[i + gradient * SLOTS] = span < 0 || x->data != g->data || x->dtype > NSA_I32;
+    p->unusable[i + gradient * SLOTS] = span < 0 || x->data != g->data || x->dtype > NSA_F8;
     return 1;
 }
 
@@ -374,7 +382,7 @@ static inline void open_outputs(problem *p, arguments *a, int gradient) {
             for (int row = 0; row < rows_of(p, s, b); row++)
                 for (int h = 0; h < z.heads; h++)
                     guarded_open(p->memory[i + gradient * SLOTS], element_of(p, s, x, b, row, h, 0),
-                                 (size_t)z.width * dtype_size(x->dtype));
+                                 (size_t)row_elements(x->dtype, z.width) * dtype_size(x->dtype));
     }
 }
 

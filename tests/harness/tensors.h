@@ -19,6 +19,7 @@
 /* ---- Dtypes ---- */
 
 static inline size_t dtype_size(nsa_dtype t) {
+    if (t == NSA_I8 || t == NSA_F8) return 1;
     return t == NSA_F64 ? 8 : t == NSA_BF16 || t == NSA_F16 ? 2 : 4;
 }
 

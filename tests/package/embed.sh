@@ -121,8 +121,18 @@ add_subdirectory | fetch_content | find_package)
     mv embed.c app/app.c
     mv embed.cpp CMakeLists.txt app
     page_lines >app/page.cmake
-    cmake -S app -B build -DCMAKE_PREFIX_PATH="$dir/moved" -DLIBRARY="${library[*]}" >log 2>&1 ||
-        { cat log && exit 1; }
+    given=(-DCMAKE_PREFIX_PATH="$dir/moved" -DLIBRARY="${library[*]}")
+    # Bare metal, which is no UNIX to CMake, needs libm as well.
+    [ "$way" != fetch_content ] || given+=(-DCMAKE_SYSTEM_NAME=Generic)
+    [ "$way" != find_package ] || cat >>app/page.cmake <<'TEXT'
+find_package(nsa QUIET COMPONENTS cuda OPTIONAL_COMPONENTS nope)
+set(found "${nsa_FOUND};${nsa_cuda_FOUND};${nsa_nope_FOUND}")
+find_package(nsa QUIET COMPONENTS nope)
+if(NOT "${found};${nsa_FOUND}" STREQUAL "1;TRUE;FALSE;0")
+    message(FATAL_ERROR "components of nsa found: ${found};${nsa_FOUND}")
+endif()
+TEXT
+    cmake -S app -B build "${given[@]}" >log 2>&1 || { cat log && exit 1; }
     cmake --build build >log 2>&1 || { cat log && exit 1; }
     check build/app
     check build/embed_cpp

@@ -40,7 +40,7 @@ musl)
 32bit) compiler=(gcc -m32) package=gcc-multilib ;;
 32bit_sse2)
     compiler=(gcc -m32 -msse2 -mfpmath=sse) package=gcc-multilib
-    tests+=(test_attend_win test_attend_cmp test_decode)
+    tests+=(test_attend_win test_attend_cmp test_decode test_attention)
     ;;
 # An emulator takes minutes where the machine itself takes a second: few cases; on s390x, whose loops
 # have no vectors, of the branches no more than the whole chain.

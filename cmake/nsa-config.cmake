@@ -1,0 +1,12 @@
+# What find_package(nsa) reads. Components are the names behind nsa::, and all are always there.
+include("${CMAKE_CURRENT_LIST_DIR}/nsa-targets.cmake")
+foreach(nsa_part IN LISTS nsa_FIND_COMPONENTS)
+    set(nsa_${nsa_part}_FOUND FALSE)
+    if(TARGET "nsa::${nsa_part}")
+        set(nsa_${nsa_part}_FOUND TRUE)
+    elseif(nsa_FIND_REQUIRED_${nsa_part})
+        set(nsa_FOUND FALSE)
+        set(nsa_NOT_FOUND_MESSAGE "nsa has no component ${nsa_part}")
+    endif()
+endforeach()
+unset(nsa_part)
