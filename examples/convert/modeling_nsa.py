@@ -284,11 +284,14 @@ class NSAPhi(nn.Module):
                     x.normal_(std=0.02 if name == "pos" else x.shape[-1] ** -0.5)
 
     def given(self):
-        """As nsa.torch takes it."""
         found = {name: getattr(self, name) for name in self.NAMES if getattr(self, name) is not None}
         return self.kind, {name: x[:, None] if name in ("b1", "b2") else x for name, x in found.items()}
 
     def forward(self, x):
+        """The compressed rows of x; of None what nsa.torch needs for them. It is asked for by a call, in front of which
+        accelerate fetches weights that lie elsewhere."""
+        if x is None:
+            return self.given()
         if x.shape[1] < self.block:
             return x[:, :0]
         rows = x.unfold(1, self.block, self.stride).transpose(-1, -2)  # (B, N, Hk, l, D)
@@ -389,8 +392,8 @@ class NSAAttention(nn.Module):
         window = config.window
         if self.count == 2:  # a window of one token, whose gate is shut: the logit's exp and its sigmoid are 0
             gates, window = torch.cat((gates, torch.full_like(gates[..., :1], -1e4)), -1), 1
-        return library.attention(q, k[0], v[0], k[1], v[1], k[-1], v[-1], gates, phi_k=self.phi_k.given(),
-                                 phi_v=self.phi_v.given(), first=first, gate=config.gate, cmp_block=config.cmp_block,
+        return library.attention(q, k[0], v[0], k[1], v[1], k[-1], v[-1], gates, phi_k=self.phi_k(None),
+                                 phi_v=self.phi_v(None), first=first, gate=config.gate, cmp_block=config.cmp_block,
                                  cmp_stride=config.cmp_stride, slc_block=config.slc_block, slc_count=config.slc_count,
                                  slc_init=config.slc_init, slc_local=config.slc_local, window=window)
 
@@ -470,13 +473,21 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return attention_mask
 
     def prepare_inputs_for_generation(self, input_ids, *args, attention_mask=None, inputs_embeds=None, **kwargs):
-        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
+        # A chunk of a long prompt (prefill_chunk_size) may have no token of a short row.
+        if attention_mask is not None and bool(((attention_mask[:, -1] == 0) & (attention_mask != 0).any(1)).any()):
             raise ValueError("attention_mask: a prompt ends with padding, and generate goes on behind it; padding must "
                              "stand in front (tokenizer.padding_side = 'left')")
         for name in ("tokenizer", "assistant_tokenizer"):  # of stop_strings, which reach the model with the rest
             kwargs.pop(name, None)
         return super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask,
                                                      inputs_embeds=inputs_embeds, **kwargs)
+
+    def _get_static_cache_init_shape(self):
+        """None: a static cache takes the shapes of its layers, which differ, from their first keys."""
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError("generate_batch, cache_implementation 'paged': this model reads no pages; must be generate, "
+                                  "with a dynamic or a static cache")
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
                 labels=None, use_cache=None, logits_to_keep=0, return_dict=None, output_hidden_states=None,
@@ -508,6 +519,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             states.append(x)
         states[-1] = x = self.norm(x)
         kept = x[:, -logits_to_keep or None:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
+        if self.lm_head is None and self.embed.weight.is_meta and not kept.is_meta:
+            raise ValueError("device_map: `embed` lies on the disk or waits on the host, and its weights, which are tied, make the "
+                             "logits too; must be on a device that computes")
         logits = F.linear(kept, self.embed.weight) if self.lm_head is None else self.lm_head(kept)
         loss = None if labels is None else loss_of(logits, labels, num_items_in_batch)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

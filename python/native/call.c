@@ -165,7 +165,7 @@ static int read_tensor(PyObject *x, DLTensor *to) {
     return !world.describe(x, to) && to->device == ON_CPU && to->axes <= AXES && to->strides;
 }
 
-/* Negatives that are not computed yet are not in the memory. */
+/* Negatives that are not computed yet are not in the memory; zeros may have none (ZeroTensor). */
 static int holds_its_values(PyObject *x) {
     PyObject *found = PyObject_CallFunctionObjArgs(world.is_neg, x, NULL);
     if (found) Py_DecRef(found);
@@ -182,7 +182,7 @@ static int describe(const Site *site, PyObject *given, Described *d) {
             continue;
         }
         DLTensor t;
-        if (!is_plain(x) || !read_tensor(x, &t) || !holds_its_values(x)) return 0;
+        if (!is_plain(x) || !read_tensor(x, &t) || !t.data || !holds_its_values(x)) return 0;
         d->words[d->count++] =
             (int64_t)t.axes << 32 | (int64_t)t.lanes << 16 | t.code << 8 | t.bits;
         for (int32_t a = 0; a < t.axes; a++) {

@@ -325,6 +325,14 @@ class Jax(unittest.TestCase):
         q = jnp.concatenate([self.q[b:b + 1, :n] for b, n in enumerate(lengths)], 1)
         at = dict(firsts=jnp.zeros(2, jnp.int32), counts=jnp.array(lengths, jnp.int32))
         where = dict(at, pages=jnp.asarray(table))
+        g = jnp.concatenate([gates[b:b + 1, :n] for b, n in enumerate(lengths)], 1)
+        outs = lambda q: step(q, k, v, g, compressed, *at.values(), table)[0].sum()
+        for refuse in (lambda: jax.grad(outs)(q), lambda: jax.grad(lambda k: nj.compress(
+                k, out=jnp.zeros_like(compressed[0]), cmp_block=8, cmp_stride=4, **where).sum())(k)):
+            with self.assertRaisesRegex(NotImplementedError, "of a step has no gradients"):
+                refuse()
+        beside = jax.grad(lambda q: q.sum() + outs(jax.lax.stop_gradient(q)))(q)
+        np.testing.assert_array_equal(beside, jnp.ones_like(q))
         k_cmp = nj.compress(k, phis["phi_k"][1], phi="mlp", out=jnp.zeros_like(compressed[0]), cmp_block=8, cmp_stride=4, **where)
         lse = nj.attend_cmp(q, k_cmp, k_cmp, tokens=T, **where, **GEOMETRY)[1]
         lists, scores = nj.select_blocks(q, k_cmp, lse, tokens=T, scores=True, **where, **GEOMETRY)

@@ -524,6 +524,30 @@ class Layouts(unittest.TestCase):
             nt.compress(k, out=torch.conj(torch.zeros(B, 12, HK, D, dtype=torch.complex64)).imag, firsts=int32(0, 0),
                         counts=int32(T, T), cmp_block=8, cmp_stride=4)
 
+    def test_zeros_without_memory(self):
+        """A ZeroTensor, as some of PyTorch's gradients are, is no tensor that was not given."""
+        zeros = lambda *shape, **of: torch._efficientzerotensor(shape, device=DEVICE, **of)
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        learning = k.clone().requires_grad_()
+        out, lse = nt.attend_win(q, learning, v, **GEOMETRY)
+
+        def derived(dout):
+            return torch.autograd.grad((out, lse), learning, (dout, torch.ones_like(lse)), retain_graph=True)[0]
+        w1, scored = parameters("conv", D, dtype=torch.float32)["w1"].detach(), dict(slc_block=16, slc_count=3)
+        for name, call, x in (
+                ("q", lambda x: nt.attend_win(x, k, v, **GEOMETRY)[0], zeros(B, T, H, D)),
+                ("v", lambda x: nt.attend_dense(q, k, x)[0], zeros(B, T, HK, D)),
+                ("positions", lambda x: nt.rope(q, x), zeros(B, T, dtype=torch.int32)),
+                ("weights", lambda x: nt.score_blocks(q, k, x, scores=True, **scored)[1], zeros(B, T, H)),
+                ("b1", lambda x: nt.compress(k, w1=w1, b1=x, phi="conv", cmp_block=8, cmp_stride=4), zeros(HK, 1, D)),
+                ("dout", derived, zeros(*out.shape))):
+            with self.subTest(name):
+                plain = torch.zeros(x.shape, dtype=x.dtype, device=DEVICE)
+                for first, second in ((x, plain), (plain, x)):  # of one form
+                    self.assertTrue(torch.equal(call(first), call(second)))
+        with self.assertRaisesRegex(ValueError, "out: its memory .* or it has none"):
+            nt.compress(k, out=zeros(B, 12, HK, D), firsts=int32(0, 0), counts=int32(T, T), cmp_block=8, cmp_stride=4)
+
     def test_recorded_or_not(self):
         tensors = whole_tensors(dtype=torch.float32)
         recorded = whole(*tensors, blocks=True)
@@ -1150,8 +1174,12 @@ class Misuse(unittest.TestCase):
             outs.append((torch.empty_like(q), torch.empty(B, T, H)))
             nsa.attend_win_forward(nsa.Attend(q=x, k=k, v=v, out=outs[-1][0], lse=outs[-1][1]), d)
         self.assertTrue(torch.equal(outs[0][0], outs[1][0]))
-        with self.assertRaisesRegex(nsa.Refused, "out: is read-only"):
-            nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=v, out=lazy, lse=outs[0][1]), d)
+        zeros = torch._efficientzerotensor(q.shape)
+        for out in lazy, zeros:
+            with self.assertRaisesRegex(nsa.Refused, "out: is read-only"):
+                nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=v, out=out, lse=outs[0][1]), d)
+        nsa.attend_win_forward(nsa.Attend(q=zeros, k=k, v=v, out=outs[0][0], lse=outs[0][1]), d)
+        self.assertTrue(torch.equal(outs[0][0], nt.attend_win(torch.zeros_like(q), k, v, window=24)[0]))
 
     def test_tensors_without_memory(self):
         q, k, v = (torch.empty(B, T, h, D, device="meta", requires_grad=True) for h in (H, HK, HK))
@@ -1296,7 +1324,8 @@ class Steps(unittest.TestCase):
                     self.ragged(self.q, firsts, counts), k, v, k, v, k, v, self.ragged(self.gates, firsts, counts),
                     phi_k=phi_k, phi_v=phi_v, compressed=compressed, firsts=int32(*firsts), counts=int32(*counts),
                     blocks=True, **where, **GEOMETRY)
-                self.assertFalse(out.requires_grad)
+                with self.assertRaisesRegex(NotImplementedError, "attention of a step has no gradients"):
+                    (out * rows(D).sum()).sum().backward()  # part of which has some
                 for b, parts in enumerate(zip(self.split(out, counts), self.split(blocks, counts))):
                     found[b].append(parts)
             for b, n in enumerate(self.LENGTHS):

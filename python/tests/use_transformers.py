@@ -15,6 +15,7 @@ import tempfile
 import threading
 import unittest
 
+import accelerate
 import peft
 import torch
 import transformers
@@ -22,7 +23,7 @@ import transformers
 PROGRAMS = []
 SHAPE = """--dim 32 --layers 3 --heads 4 --kv-groups 2 --d-k 8 --d-v 12 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 --nsa-n-sel 4
     --nsa-w 24 --attention nsa,full,window --seq-len 64 --batch-size 2 --steps 60 --lr 3e-2 --threads 1 --eval-every 0
-    --qk-norm""".split()
+    --qk-norm --nsa-phi mlp""".split()
 LENGTHS = (1, 7, 60, 90)
 
 
@@ -65,13 +66,14 @@ class Uses(unittest.TestCase):
 
     def setUp(self):
         torch.manual_seed(1)
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # which transformers 4's Trainer sets for all that come later
         transformers.logging.set_verbosity_error()
         self.model = self.open()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder / "hf", trust_remote_code=True)
         self.prompt = torch.tensor(prompts()[3])[None]
 
-    def open(self, folder=None):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder or self.folder / "hf", trust_remote_code=True)
+    def open(self, folder=None, **options):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder or self.folder / "hf", trust_remote_code=True, **options)
         module = sys.modules[type(model).__module__]
         if self.with_library:
             import nsa.torch
@@ -155,6 +157,25 @@ class Uses(unittest.TestCase):
         tokens, mask = padded(prompts(), left=True)
         self.equal(self.generate(tokens, attention_mask=mask, cache_implementation="static"),
                    self.generate(tokens, attention_mask=mask))
+
+    def test_prefill_in_chunks(self):
+        """A batch's chunk may have no token of a short row."""
+        tokens, mask = padded(prompts(), left=True)
+        chunks = {"prefill_chunk_size": 37}
+        self.equal(self.generate(**chunks), self.generate())
+        if transformers.__version__.startswith("4."):  # whose places of a chunk leave padding out of account
+            with self.assertRaisesRegex(ValueError, "position_ids"):
+                self.generate(tokens, attention_mask=mask, **chunks)
+            return
+        for some in ({}, {"cache_implementation": "static", "disable_compile": True}):
+            self.equal(self.generate(tokens, attention_mask=mask, **chunks, **some), self.generate(tokens, attention_mask=mask))
+        tokens, mask = padded(prompts(), left=False)
+        with self.assertRaisesRegex(ValueError, "attention_mask.*padding_side"):
+            self.generate(tokens, attention_mask=mask, **chunks)
+
+    def test_continuous_batching_is_refused(self):
+        with self.assertRaisesRegex(NotImplementedError, "generate_batch"):
+            self.model.generate_batch(prompts())
 
     def test_sliding_cache_is_refused(self):
         """A cache that forgets keys which blocks are chosen from."""
@@ -471,6 +492,16 @@ class Uses(unittest.TestCase):
         self.assertTrue((self.folder / "saved" / "modeling_nsa.py").exists())
         again = self.open(self.folder / "saved")
         self.same(again(self.prompt).logits, self.model(self.prompt).logits, 0)
+
+    def test_weights_elsewhere(self):
+        """On the disk until a module is called; tied embeddings make logits without a call."""
+        want = self.model(self.prompt).logits
+        places = {"embed": "cpu", "blocks": "disk", "norm": "cpu", "lm_head": "cpu"}
+        self.same(self.open(device_map=places, offload_folder=self.folder / "disk")(self.prompt).logits, want, 0)
+        self.same(accelerate.cpu_offload(self.open(), execution_device="cpu")(self.prompt).logits, want, 0)
+        self.model.lm_head = None
+        with self.assertRaisesRegex(ValueError, "device_map: `embed`"):
+            accelerate.cpu_offload(self.model, execution_device="cpu")(self.prompt)
 
     def test_vocabulary_resized(self):
         self.model.resize_token_embeddings(300)

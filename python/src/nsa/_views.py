@@ -66,9 +66,11 @@ def _of_torch(array: Any, name: str) -> Described:
     if getattr(array, "is_nested", False):
         raise refused("SIZE", name, "a nested tensor, must have one shape")
     dtype = _dtype(str(array.dtype).removeprefix("torch."), name)
-    # The memory of a view that PyTorch has still to negate holds other values: a copy is read, and none written.
-    lazy = hasattr(array, "is_neg") and (array.is_neg() or array.is_conj())
-    memory = array.resolve_conj().resolve_neg() if lazy else array
+    # The memory of a view that PyTorch has still to negate holds other values, and a ZeroTensor has none: a copy is read, and
+    # none written.
+    zeros = hasattr(array, "_is_zerotensor") and array._is_zerotensor()
+    lazy = zeros or hasattr(array, "is_neg") and (array.is_neg() or array.is_conj())
+    memory = array.new_zeros(array.shape) if zeros else array.resolve_conj().resolve_neg() if lazy else array
     return Described(memory.data_ptr(), dtype, tuple(memory.shape), tuple(memory.stride()), lazy, memory, array)
 
 

@@ -193,6 +193,20 @@ def _differentiable(function: Any, forward: Any, backward: Any) -> Any:
     return call
 
 
+def _undifferentiable(name: str, function: Any) -> Any:
+    """The function, whose last three arguments are no arrays, which refuses to be differentiated: what it keeps of earlier
+    tokens has no graph, and gradients of 0 would be wrong in silence."""
+    function = jax.custom_vjp(function, nondiff_argnums=(4, 5, 6))
+
+    def forward(*arguments: Any) -> Any:
+        return function(*arguments), None
+
+    def backward(*_: Any) -> Any:
+        raise NotImplementedError(f"{name} has no gradients; to train, call it for all tokens at once, or take jax.lax.stop_gradient "
+                                  "of what goes into it")
+    return _differentiable(function, forward, backward)
+
+
 def _numpy_too(function: Any) -> Any:
     """The function, whose arrays may be numpy's. They are JAX's before anything looks at them, because without
     jax_enable_x64 what has 64 bits there has 32 here, and older versions make it so behind our backs. Options are not
@@ -372,6 +386,9 @@ def _compress_step(x, given, out, arrays, longest, phi, text):
     return call.run(updated=[out])[0]
 
 
+_compress_step = _undifferentiable("compress of a step", _compress_step)
+
+
 @_numpy_too
 def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str = "mean", begins: Array | None = None,
              longest: int = 0, out: Array | None = None, firsts: Array | None = None, counts: Array | None = None,
@@ -379,14 +396,13 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
     """Eq. 7: (B, T, Hk, D) to (B, N, Hk, D), N = (T - l) / d + 1. phi: mean; conv with w1 (Hk, l, D) and b1
     (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
     Of packed sequences the rows lie packed too, then zeros. With firsts and counts, or pages, `out` has the rows of
-    earlier steps: returned are these with those that the new tokens complete, without a gradient."""
+    earlier steps: returned are these with those that the new tokens complete, and a gradient of them is refused."""
     longest = check_int("longest", longest)
     if out is None:
         only_with("out", firsts, counts, pages)
         return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
     of_a_step(begins, None)
-    x, out, given = jax.lax.stop_gradient((x, out, parameters or {}))
-    return _compress_step(x, given, out, (None, firsts, counts, pages), longest, phi, _options(**options))
+    return _compress_step(x, parameters or {}, out, (None, firsts, counts, pages), longest, phi, _options(**options))
 
 
 # ---- Attention over few keys --------------------------------------------------------------------
@@ -762,6 +778,9 @@ def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
     return dict(zip(outputs, call.run(rows=_rows_of(places, q), updated=compressed)))
 
 
+_attention_step = _undifferentiable("attention of a step", _attention_step)
+
+
 @_numpy_too
 def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, k_win: Array, v_win: Array, gates: Array,
               *, phi_k: tuple[str, dict[str, Array]] | str = "mean", phi_v: tuple[str, dict[str, Array]] | str = "mean",
@@ -774,7 +793,7 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
     as gate takes them.
     phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...}).
 
-    With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
+    With firsts and counts, or pages, it is a step of a serving engine, whose gradients are refused: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps, and what is returned ends with the
     same pair once more, those of this step in it (a jit that donates the pair copies nothing)."""
     phis = phi_of("phi_k", phi_k), phi_of("phi_v", phi_v)
@@ -782,9 +801,8 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
     if compressed is not None:
         of_a_step(begins, first)
         tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates
-        tensors, given, rows = jax.lax.stop_gradient((tensors, tuple(given for _, given in phis), tuple(compressed)))
-        step = _attention_step(tensors, given, rows, (None, firsts, counts, pages), longest,
-                               tuple(kind for kind, _ in phis), _options(**options))
+        step = _attention_step(tensors, tuple(given for _, given in phis), tuple(compressed), (None, firsts, counts, pages),
+                               longest, tuple(kind for kind, _ in phis), _options(**options))
         rows = step["k_cmp.out"], step["v_cmp.out"]
         return (step["out"], step["blocks"], rows) if blocks else (step["out"], rows)
     only_with("compressed", firsts, counts, pages)

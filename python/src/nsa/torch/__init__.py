@@ -210,7 +210,7 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
     as gate takes them.
     phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...}).
 
-    With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
+    With firsts and counts, or pages, it is a step of a serving engine, whose gradients are refused: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps and gets those of this one."""
     kind_k, given_k = (phi_k, _NO_PARAMETERS) if isinstance(phi_k, str) else _phi("phi_k", phi_k)
     kind_v, given_v = (phi_v, _NO_PARAMETERS) if isinstance(phi_v, str) else _phi("phi_v", phi_v)
@@ -218,9 +218,9 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
     longest = _o.integer("longest", longest)
     if compressed is not None:
         _of_a_step(begins, first)
-        with _torch.no_grad():
-            found = _o.attention_step(*tensors, *compressed, firsts, counts, pages,
-                                      _tokens_of(_axes("k_slc", k_slc)[1], None, pages, longest), kind_k, kind_v, _options(**options))
+        tokens, text = _tokens_of(_axes("k_slc", k_slc)[1], None, pages, longest), _options(**options)
+        found = _o.without_gradients(lambda: _o.attention_step(*tensors, *compressed, firsts, counts, pages, tokens, kind_k,
+                                                               kind_v, text), "attention of a step", tensors)
         return found if blocks else found[0]
     if not (firsts is counts is pages is None):
         _only_with("compressed", firsts, counts, pages)

@@ -168,8 +168,8 @@ class NativeSparseAttention(nn.Module):
             q, k, v, gates = self._projected(x)
             places = cache.positions(x.shape[1]) if positions is None else positions
             q, *k = (self._turned(t, places, None, 0) for t in (q, *k))
-            out = _Decoded.apply(lambda: cache.decode(q, k, v, gates, self, each), q, *k, *v, gates,
-                                 *[p for p in (*self.phi_k.given(), *self.phi_v.given()) if p is not None])
+            out = _o.without_gradients(lambda: cache.decode(q, k, v, gates, self, each), "attention from a cache",
+                                       (q, *k, *v, gates, *self.phi_k.given(), *self.phi_v.given()))
         return _linear(self.out, out.flatten(2))
 
     def cache(self, batch: int, tokens: int, max_rewind: int = 127, dtype: torch.dtype | None = None) -> "Cache":
@@ -179,20 +179,6 @@ class NativeSparseAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, kv_heads={self.kv_heads}, dim_k={self.dim_k}, dim_v={self.dim_v}, {self.options}"
-
-
-class _Decoded(torch.autograd.Function):
-    """What `decode` returns, which refuses to be differentiated: a cache holds no graph of its rows, and gradients that
-    end there would be wrong in silence."""
-
-    @staticmethod
-    def forward(ctx: Any, decode: Callable[[], Tensor], *tensors: Tensor) -> Tensor:
-        return decode()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("attention from a cache has no gradients: decode under torch.no_grad(), or call the module "
-                                  "without a cache to train")
 
 
 #: The rows that a cache holds, with nsa.Dtype's numbers. Older torches have no 8 bits of floating point.

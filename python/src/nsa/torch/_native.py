@@ -212,6 +212,16 @@ def native(device: torch.device, f64: bool) -> Native:
 
 # ---- Plans --------------------------------------------------------------------------------------
 
+def is_lazy(x: torch.Tensor) -> bool:
+    """Whether the memory of x holds other values than x: their negatives, or nothing, where all of them are 0."""
+    return x.is_neg() or x._is_zerotensor()
+
+
+def _in_memory(x: torch.Tensor) -> torch.Tensor:
+    """x, packed, as its memory says."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x.resolve_neg().contiguous()
+
+
 #: From the views of a call's tensors in the places of its arguments, and of what it returns, to its structs.
 Structs = Callable[[Sequence[Any], Sequence[View]], Sequence[tuple[Packer, dict[str, tuple[Any, ...]]]]]
 
@@ -235,7 +245,7 @@ class Plan:
         self.native = native(self.device, any(x.dtype == torch.float64 for _, x in tensors))
         self.function = self.native[name]
         self.places = [place for place, _ in tensors]
-        self.copied = [place for place, x in tensors if x.is_neg()]  # their memory has the negatives
+        self.copied = [place for place, x in tensors if is_lazy(x)]
         while True:
             views = list(arguments)
             for i, (place, x) in enumerate(tensors):
@@ -323,7 +333,7 @@ class Plan:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.copied:
-            tensors = [x.resolve_neg().contiguous() if i in self.copied else x for i, x in zip(self.places, tensors)]
+            tensors = [_in_memory(x) if i in self.copied else x for i, x in zip(self.places, tensors)]
         outputs = [empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._fresh]
         for i, room in self._pooled:
             outputs.insert(i, POOL.tensor(room.shape, room.dtype))
@@ -399,7 +409,7 @@ def planned(name: str, arguments: Sequence[Any], places: Sequence[int], rooms: C
         if x is not None:
             tensors.append(x)
             key[place + 3] = x.shape
-            key += (x.stride(), x.dtype, x.device, x.is_neg())
+            key += (x.stride(), x.dtype, x.device, is_lazy(x))
     form = tuple(key)
     plan = _plans.get(form)
     if plan is None:

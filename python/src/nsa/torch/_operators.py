@@ -21,7 +21,7 @@ from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, check_phi, in_pages
                      problem, rope_fields, slc_count, tokens_of)
 from .._refused import refused
 from . import _call
-from ._native import DTYPES, Room, Slot, View, desc, parameters, planned, rows
+from ._native import DTYPES, Room, Slot, View, desc, is_lazy, parameters, planned, rows
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
 HAS_OPERATORS = hasattr(torch.library, "register_fake")
@@ -110,8 +110,8 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             if found is not None:
                 return list(found) if returned == "Tensor[]" else found
         for i in written:
-            if given[i].is_neg():
-                raise refused("NULL", "out", "its memory would have the negatives of its values")
+            if is_lazy(given[i]):
+                raise refused("NULL", "out", "its memory would have the negatives of its values, or it has none (a ZeroTensor)")
         try:
             if counts is not None and given[counts] is not None and not name.startswith("compress"):
                 _check_counts(given[counts], given[0].shape[1])
@@ -247,6 +247,24 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError("trying to differentiate twice what is once_differentiable: nsa has first derivatives alone")
+
+
+class _Undifferentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], name: str, *_: torch.Tensor) -> Any:
+        ctx.name = name
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{ctx.name} has no gradients, for what it keeps of earlier tokens has no graph: call it under "
+                                  "torch.no_grad(); to train, call it for all tokens at once")
+
+
+def without_gradients(run: Callable[[], Any], name: str, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """What `run` makes of the tensors. If one of them asks for a gradient it refuses to be differentiated, for gradients that
+    end there would be wrong in silence."""
+    return _Undifferentiated.apply(run, name, *[x for x in tensors if x is not None])
 
 
 #: So that there is a graph at all: of a plain sum's gradients nothing asks for a derivative.
