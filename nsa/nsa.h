@@ -3449,12 +3449,12 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
-    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
     NSA__V of_b[NSA__VECTORS];
-    ptrdiff_t at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
-        if (listed) b_row = b + b_rows[p] * row;
+    ptrdiff_t at = 0, b_at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
+        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__FROM(b_row + j * NSA__L);
@@ -4025,12 +4025,12 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
-    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
     NSA__V of_b[NSA__VECTORS];
-    ptrdiff_t at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
-        if (listed) b_row = b + b_rows[p] * row;
+    ptrdiff_t at = 0, b_at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
+        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__FROM(b_row + j * NSA__L);
@@ -4574,12 +4574,12 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
-    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
     NSA__V of_b[NSA__VECTORS];
-    ptrdiff_t at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
-        if (listed) b_row = b + b_rows[p] * row;
+    ptrdiff_t at = 0, b_at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
+        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__FROM(b_row + j * NSA__L);
@@ -5114,12 +5114,12 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
-    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
     NSA__V of_b[NSA__VECTORS];
-    ptrdiff_t at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
-        if (listed) b_row = b + b_rows[p] * row;
+    ptrdiff_t at = 0, b_at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
+        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__FROM(b_row + j * NSA__L);
@@ -5679,12 +5679,12 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
-    const nsa__packed *b = x->b->data + x->column, *b_row = b;
+    const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
     NSA__V of_b[NSA__VECTORS];
-    ptrdiff_t at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_row += row) {
-        if (listed) b_row = b + b_rows[p] * row;
+    ptrdiff_t at = 0, b_at = 0;
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
+        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__FROM(b_row + j * NSA__L);

@@ -548,17 +548,21 @@ static void test_strides_without_use(void) {
     check_case("strides of one row");
     nsa_desc d = small();
     d.tokens = d.count = 1;
+    d.dim = d.dim_v = 16; /* whole vectors, which are read where they lie */
     nsa_attend x = window(), dx;
     memset(&dx, 0, sizeof dx);
-    dx.out = nsa_tensor_bthd(q, NSA_F32, 1, 1, D);
-    dx.k = dx.v = nsa_tensor_bthd(grad, NSA_REAL_DTYPE, 1, 1, D);
+    dx.out = nsa_tensor_bthd(q, NSA_F32, 1, 1, d.dim);
+    dx.k = dx.v = nsa_tensor_bthd(grad, NSA_REAL_DTYPE, 1, 1, d.dim);
     nsa_tensor *all[] = {&x.q, &x.k, &x.v, &x.out, &x.lse, &dx.out, &dx.k, &dx.v};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        all[i]->batch = all[i]->token = all[i]->head = INT64_MAX;
-    CHECK(nsa_attend_dense_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "forward");
-    CHECK(nsa_attend_dense_backward(&dx, &x, &d, workspace, sizeof workspace) == NSA_OK,
-          "backward");
-    CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "win");
+    static const int64_t any[] = {INT64_MAX, (int64_t)1 << 61}; /* of which the bytes overflow */
+    for (int n = 0; n < 2; n++) {
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+            all[i]->batch = all[i]->token = all[i]->head = any[n];
+        CHECK(nsa_attend_dense_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "forward");
+        CHECK(nsa_attend_dense_backward(&dx, &x, &d, workspace, sizeof workspace) == NSA_OK,
+              "backward");
+        CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "win");
+    }
 }
 
 /* Queries that need no place among the keys are those of whole sequences without a mask. */
