@@ -3236,6 +3236,14 @@ typedef struct nsa__pairs {
    Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
    extension a vector is one number. */
 
+/* Rows of a piece of one vector: two units of multiply-adds, each with a latency of four cycles,
+   would wait for fewer chains than eight. */
+#if NSA__BYTES == 64
+#define NSA__NARROW 8
+#else
+#define NSA__NARROW NSA__ROWS
+#endif
+
 /* How a product adds up. A set that defines it has products of bf16 alone. */
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
@@ -3396,7 +3404,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 
 /* Where the rows of a piece are in the result. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__ROWS]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -3410,10 +3418,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 /* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
    two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -3444,8 +3452,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 /* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
    its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__ROWS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
@@ -3475,11 +3483,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
    all of them. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -3509,13 +3517,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
 
 /* Rows i .. m - 1 in pieces of one vector, and of NSA__VECTORS. These are functions, as in one they
    would have too few registers, and clang holds the sums of narrow ones in memory. */
-#define NSA__PIECES(n)                                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
-    }                                                                                              \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
-        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+#define NSA__PIECE(name, n, vectors)                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
     }
+#define NSA__PIECES(n)       \
+    NSA__PIECE(narrow, n, 1) \
+    NSA__PIECE(wide, n, NSA__VECTORS)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -3524,11 +3532,18 @@ NSA__PIECES(4)
 NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
-static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+#if NSA__NARROW > 6
+NSA__PIECE(narrow, 7, 1)
+NSA__PIECE(narrow, 8, 1)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
 #if NSA__ROWS > 4
     {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+#if NSA__NARROW > 6
+    {NSA__T(narrow7), NULL},          {NSA__T(narrow8), NULL},
 #endif
 };
 
@@ -3536,13 +3551,14 @@ static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
    two pieces of m rows share what is left, because one of few rows waits for its own sums. Returns
    how many columns these are. */
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
-    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
     for (int wide = 1; wide >= 0; wide--) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -3785,10 +3801,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -3827,6 +3845,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #endif
 #ifdef NSA__ISA
 
+#if NSA__BYTES == 64
+#define NSA__NARROW 8
+#else
+#define NSA__NARROW NSA__ROWS
+#endif
+
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -3976,7 +4000,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__ROWS]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -3988,10 +4012,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -4020,8 +4044,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__ROWS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
@@ -4047,11 +4071,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -4079,13 +4103,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECES(n)                                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
-    }                                                                                              \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
-        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+#define NSA__PIECE(name, n, vectors)                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
     }
+#define NSA__PIECES(n)       \
+    NSA__PIECE(narrow, n, 1) \
+    NSA__PIECE(wide, n, NSA__VECTORS)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -4094,22 +4118,30 @@ NSA__PIECES(4)
 NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
-static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+#if NSA__NARROW > 6
+NSA__PIECE(narrow, 7, 1)
+NSA__PIECE(narrow, 8, 1)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
 #if NSA__ROWS > 4
     {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
 #endif
+#if NSA__NARROW > 6
+    {NSA__T(narrow7), NULL},          {NSA__T(narrow8), NULL},
+#endif
 };
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
-    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
     for (int wide = 1; wide >= 0; wide--) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -4338,10 +4370,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -4376,6 +4410,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=x"(x) : "xm"(halves))
 #endif
 
+#if NSA__BYTES == 64
+#define NSA__NARROW 8
+#else
+#define NSA__NARROW NSA__ROWS
+#endif
+
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -4525,7 +4565,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__ROWS]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -4537,10 +4577,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -4569,8 +4609,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__ROWS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
@@ -4596,11 +4636,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -4628,13 +4668,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECES(n)                                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
-    }                                                                                              \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
-        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+#define NSA__PIECE(name, n, vectors)                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
     }
+#define NSA__PIECES(n)       \
+    NSA__PIECE(narrow, n, 1) \
+    NSA__PIECE(wide, n, NSA__VECTORS)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -4643,22 +4683,30 @@ NSA__PIECES(4)
 NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
-static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+#if NSA__NARROW > 6
+NSA__PIECE(narrow, 7, 1)
+NSA__PIECE(narrow, 8, 1)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
 #if NSA__ROWS > 4
     {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
 #endif
+#if NSA__NARROW > 6
+    {NSA__T(narrow7), NULL},          {NSA__T(narrow8), NULL},
+#endif
 };
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
-    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
     for (int wide = 1; wide >= 0; wide--) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -4887,10 +4935,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -4916,6 +4966,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #define NSA__SCALEF(p, e)      __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
 #define NSA__OF_F16(x, halves) __asm__("vcvtph2ps {%1, %0|%0, %1}" : "=v"(x) : "vm"(halves))
 
+#if NSA__BYTES == 64
+#define NSA__NARROW 8
+#else
+#define NSA__NARROW NSA__ROWS
+#endif
+
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -5065,7 +5121,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__ROWS]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -5077,10 +5133,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -5109,8 +5165,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__ROWS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
@@ -5136,11 +5192,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -5168,13 +5224,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECES(n)                                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
-    }                                                                                              \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
-        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+#define NSA__PIECE(name, n, vectors)                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
     }
+#define NSA__PIECES(n)       \
+    NSA__PIECE(narrow, n, 1) \
+    NSA__PIECE(wide, n, NSA__VECTORS)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -5183,22 +5239,30 @@ NSA__PIECES(4)
 NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
-static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+#if NSA__NARROW > 6
+NSA__PIECE(narrow, 7, 1)
+NSA__PIECE(narrow, 8, 1)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
 #if NSA__ROWS > 4
     {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
 #endif
+#if NSA__NARROW > 6
+    {NSA__T(narrow7), NULL},          {NSA__T(narrow8), NULL},
+#endif
 };
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
-    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
     for (int wide = 1; wide >= 0; wide--) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -5427,10 +5491,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -5481,6 +5547,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #endif
 #ifdef NSA__ISA
 
+#if NSA__BYTES == 64
+#define NSA__NARROW 8
+#else
+#define NSA__NARROW NSA__ROWS
+#endif
+
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
 #else
@@ -5630,7 +5702,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__ROWS]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -5642,10 +5714,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -5674,8 +5746,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__ROWS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
@@ -5701,11 +5773,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -5733,13 +5805,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECES(n)                                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
-    }                                                                                              \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
-        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+#define NSA__PIECE(name, n, vectors)                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
     }
+#define NSA__PIECES(n)       \
+    NSA__PIECE(narrow, n, 1) \
+    NSA__PIECE(wide, n, NSA__VECTORS)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -5748,22 +5820,30 @@ NSA__PIECES(4)
 NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
-static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+#if NSA__NARROW > 6
+NSA__PIECE(narrow, 7, 1)
+NSA__PIECE(narrow, 8, 1)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
 #if NSA__ROWS > 4
     {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
 #endif
+#if NSA__NARROW > 6
+    {NSA__T(narrow7), NULL},          {NSA__T(narrow8), NULL},
+#endif
 };
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
-    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
     for (int wide = 1; wide >= 0; wide--) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -5992,10 +6072,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -6093,10 +6175,12 @@ NSA__TARGET static void NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x,
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
                                          NSA__T(round_pairs), NSA__T(store)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -7194,10 +7278,12 @@ enum {
     NSA__HEADS_NEAR = 4,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
     NSA__PENDING = 8,
-    /* in place: keys of a product are a multiple of so many, which pieces of 6 rows divide, and
-       have about so many bytes, for what is prefetched before it must not fill the queue of misses;
-       Zen 4, 64k, dense: twice the bytes 0.81 to 0.90, half 0.96 to 1.04 */
-    NSA__KEYS_AT_ONCE = 6,
+    /* in place: keys of a product are a piece of its rows or some, and have about so many bytes,
+       for what is prefetched before it must not fill the queue of misses; Zen 4, 64k, dense: twice
+       the bytes 0.81 to 0.90, half 0.96 to 1.04; Zen 5, 128 wide: a third more 0.88. Of long rows
+       they are some, lest a product wait for its own sums */
+    NSA__KEYS_AT_ONCE = 8,
+    NSA__KEYS_LEAST = 6,
     NSA__BYTES_AT_ONCE = 3072,
     /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
        holds; masks of the batches at hand; and how often a thread looks for work before it gives
@@ -7703,11 +7789,12 @@ static uint64_t nsa__bits(int begin, int end) {
     return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
 }
 
-/* Ones of a mask, without a builtin: it is used once per query and tile. */
+/* Ones of a mask, without a builtin: of two bits each, then of four, then of all bytes. */
 static int nsa__bit_count(uint64_t mask) {
-    int n = 0;
-    for (; mask; mask &= mask - 1) n++;
-    return n;
+    const uint64_t two = ~(uint64_t)0 / 3, four = ~(uint64_t)0 / 5, byte = ~(uint64_t)0 / 255;
+    mask -= mask >> 1 & two;
+    mask = (mask & four) + (mask >> 2 & four);
+    return (int)(((mask + (mask >> 4)) & 15 * byte) * byte >> 56);
 }
 
 /* The first entry of a list that is `block` or more; -1, as the largest number, is behind all. */
@@ -8175,8 +8262,8 @@ static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job
 
 /* Keys of one product. */
 static int nsa__keys_at_once(const nsa_tensor *k, int width) {
-    int64_t bytes = NSA__KEYS_AT_ONCE * (int64_t)nsa__row_bytes(k, width);
-    return NSA__KEYS_AT_ONCE * (int)nsa__max(1, NSA__BYTES_AT_ONCE / bytes);
+    const int keys = NSA__BYTES_AT_ONCE / (int)nsa__row_bytes(k, width), piece = NSA__KEYS_AT_ONCE;
+    return keys > piece ? keys - keys % piece : (int)nsa__max(keys, NSA__KEYS_LEAST);
 }
 
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is

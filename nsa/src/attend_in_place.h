@@ -71,8 +71,8 @@ static nsa__matrix nsa__rows_widened(const nsa__in_place *f, const nsa__head_job
 
 /* Keys of one product. */
 static int nsa__keys_at_once(const nsa_tensor *k, int width) {
-    int64_t bytes = NSA__KEYS_AT_ONCE * (int64_t)nsa__row_bytes(k, width);
-    return NSA__KEYS_AT_ONCE * (int)nsa__max(1, NSA__BYTES_AT_ONCE / bytes);
+    const int keys = NSA__BYTES_AT_ONCE / (int)nsa__row_bytes(k, width), piece = NSA__KEYS_AT_ONCE;
+    return keys > piece ? keys - keys % piece : (int)nsa__max(keys, NSA__KEYS_LEAST);
 }
 
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is

@@ -83,10 +83,12 @@ NSA__TARGET static void NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x,
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round_rows),
                                          NSA__T(round_pairs), NSA__T(store)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER

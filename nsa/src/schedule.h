@@ -43,10 +43,12 @@ enum {
     NSA__HEADS_NEAR = 4,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
     NSA__PENDING = 8,
-    /* in place: keys of a product are a multiple of so many, which pieces of 6 rows divide, and
-       have about so many bytes, for what is prefetched before it must not fill the queue of misses;
-       Zen 4, 64k, dense: twice the bytes 0.81 to 0.90, half 0.96 to 1.04 */
-    NSA__KEYS_AT_ONCE = 6,
+    /* in place: keys of a product are a piece of its rows or some, and have about so many bytes,
+       for what is prefetched before it must not fill the queue of misses; Zen 4, 64k, dense: twice
+       the bytes 0.81 to 0.90, half 0.96 to 1.04; Zen 5, 128 wide: a third more 0.88. Of long rows
+       they are some, lest a product wait for its own sums */
+    NSA__KEYS_AT_ONCE = 8,
+    NSA__KEYS_LEAST = 6,
     NSA__BYTES_AT_ONCE = 3072,
     /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
        holds; masks of the batches at hand; and how often a thread looks for work before it gives

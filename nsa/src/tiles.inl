@@ -3,6 +3,14 @@
    Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
    extension a vector is one number. */
 
+/* Rows of a piece of one vector: two units of multiply-adds, each with a latency of four cycles,
+   would wait for fewer chains than eight. */
+#if NSA__BYTES == 64
+#define NSA__NARROW 8
+#else
+#define NSA__NARROW NSA__ROWS
+#endif
+
 /* How a product adds up. A set that defines it has products of bf16 alone. */
 #ifdef NSA__DOT
 #define NSA__OF_PAIRS 1
@@ -163,7 +171,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 
 /* Where the rows of a piece are in the result. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__ROWS]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -177,10 +185,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 /* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
    two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -211,8 +219,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 /* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
    its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__ROWS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
@@ -242,11 +250,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
    all of them. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__ROWS][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__ROWS], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__ROWS];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -276,13 +284,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
 
 /* Rows i .. m - 1 in pieces of one vector, and of NSA__VECTORS. These are functions, as in one they
    would have too few registers, and clang holds the sums of narrow ones in memory. */
-#define NSA__PIECES(n)                                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(narrow##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, 1, x, i);                                           \
-    }                                                                                              \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(wide##n)(const nsa__product *x, int i, int m) {   \
-        for (; i < m; i += n) NSA__T(piece)(n, NSA__VECTORS, x, i);                                \
+#define NSA__PIECE(name, n, vectors)                                                             \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
     }
+#define NSA__PIECES(n)       \
+    NSA__PIECE(narrow, n, 1) \
+    NSA__PIECE(wide, n, NSA__VECTORS)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -291,11 +299,18 @@ NSA__PIECES(4)
 NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
-static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
+#if NSA__NARROW > 6
+NSA__PIECE(narrow, 7, 1)
+NSA__PIECE(narrow, 8, 1)
+#endif
+static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
 #if NSA__ROWS > 4
     {NSA__T(narrow5), NSA__T(wide5)}, {NSA__T(narrow6), NSA__T(wide6)},
+#endif
+#if NSA__NARROW > 6
+    {NSA__T(narrow7), NULL},          {NSA__T(narrow8), NULL},
 #endif
 };
 
@@ -303,13 +318,14 @@ static nsa__pieces *const NSA__T(pieces)[NSA__ROWS][2] = {
    two pieces of m rows share what is left, because one of few rows waits for its own sums. Returns
    how many columns these are. */
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
-    const int rest = m % NSA__ROWS, shared = rest && m > NSA__ROWS ? NSA__ROWS + rest : rest;
     for (int wide = 1; wide >= 0; wide--) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[NSA__ROWS - 1][wide](x, 0, m - shared);
+            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = m - i > NSA__ROWS ? (m - i + 1) / 2 : m - i;
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -552,10 +568,12 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
                                          NSA__T(scale),     NSA__T(join),       NSA__T(gate),
                                          NSA__T(transpose), NSA__T(gradient)};
 
+#undef NSA__PIECE
 #undef NSA__PIECES
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS
+#undef NSA__NARROW
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
