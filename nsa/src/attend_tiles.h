@@ -11,10 +11,10 @@ static uint64_t nsa__bits(int begin, int end) {
 
 /* Ones of a mask, without a builtin: of two bits each, then of four, then of all bytes. */
 static int nsa__bit_count(uint64_t mask) {
-    const uint64_t two = ~(uint64_t)0 / 3, four = ~(uint64_t)0 / 5, byte = ~(uint64_t)0 / 255;
+    const uint64_t two = ~(uint64_t)0 / 3, four = ~(uint64_t)0 / 5, bytes = ~(uint64_t)0 / 255;
     mask -= mask >> 1 & two;
     mask = (mask & four) + (mask >> 2 & four);
-    return (int)(((mask + (mask >> 4)) & 15 * byte) * byte >> 56);
+    return (int)(((mask + (mask >> 4)) & 15 * bytes) * bytes >> 56);
 }
 
 /* The first entry of a list that is `block` or more; -1, as the largest number, is behind all. */
