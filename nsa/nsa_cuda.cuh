@@ -79,9 +79,9 @@ struct CUstream_st;
 /* The runtime's cudaStream_t under a name that needs no CUDA header; NULL is the default stream. */
 typedef struct CUstream_st *nsa_cuda_stream;
 
-/* ---- What is wrong with firsts, counts or pages ------------------------------------------------
+/* ---- What is wrong with begins, firsts, counts or pages ----------------------------------------
    nsa_page_fault for device memory: its reason is a number, and nsa_cuda_page_reason has the
-   words. All zeros: there is no fault. */
+   words. All zeros: there is no fault. Of begins it says no place. */
 typedef struct nsa_cuda_page_verdict {
     nsa_status status; /* what nsa_check_pages returns */
     int32_t reason;    /* 0: no fault; the other fields are of the first fault */

@@ -431,7 +431,7 @@ static void begin(world *w, const geometry *g, int sequences, int threads) {
         &w->step.x.lse_cmp, &w->step.x.lse_slc, &w->step.x.lse_win, &w->step.x.blocks};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
         views[i]->batch = TOKENS * views[i]->token;
-    d.first = d.tokens, d.count = 0; /* a cache does not use them */
+    d.first = -1, d.count = d.tokens + 1; /* a cache does not use them */
     size_t size = nsa_cache_size(&d, g->dtype, g->max_rewind);
     w->memory = malloc(size);
     memset(w->memory, 0xff, size); /* NaN in every format: what was not written is not read */
@@ -550,7 +550,9 @@ static void test_refusals(world *w) {
     memcpy(before, w->cache.lengths, sizeof before);
     const nsa_attention *x = &w->step.x;
     int most = w->g->max_rewind + 1;
-    nsa_status s = nsa_decode(x, &w->cache, most + 1, NULL, NULL, w->workspace, w->bytes);
+    nsa_attention one = *x; /* its views have room for a token of each sequence */
+    one.out_cmp.batch = one.out_cmp.token;
+    nsa_status s = nsa_decode(&one, &w->cache, most + 1, NULL, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "more at once than max_rewind + 1: %d", s);
     counts[0] = 2;
     s = nsa_decode(x, &w->cache, 1, counts, NULL, w->workspace, w->bytes);

@@ -717,6 +717,23 @@ static void test_faults(void) {
     CHECK(!strcmp(nsa_status_where(nsa_desc_check(&d)), "firsts"), "blames another field");
 }
 
+/* Packed sequences: what is wrong with begins comes before what is wrong with counts. */
+static void test_begins(void) {
+    static const int32_t begins[][4] = {
+        {0, 20, 10, 30}, {-1, 5, 10, 20}, {0, 5, 70, 75}, {0, 5, 40, 60}};
+    static const char *const fields[] = {"begins", "begins", "begins", "rows"};
+    static const int32_t firsts[] = {-1, 0, 0}, counts[] = {1, 1, 1};
+    nsa_desc d = nsa_desc_default(3, 64, 4, 2, 16);
+    d.rows = 59, d.count = 1, d.firsts = firsts, d.counts = counts;
+    for (int i = 0; i < COUNT(begins); i++) {
+        d.begins = begins[i];
+        nsa_status s = nsa_check_pages(&d, NULL);
+        check_case("begins %d, %d, %d, %d", begins[i][0], begins[i][1], begins[i][2], begins[i][3]);
+        CHECK(nsa_status_kind(s) == NSA_ERROR_BEGINS && !strcmp(nsa_status_where(s), fields[i]),
+              "%s at \"%s\"", nsa_status_name(s), nsa_status_where(s));
+    }
+}
+
 /* What has no backward, and a cache, name the field. */
 static void test_not_computed(void) {
     static const int32_t zeros[] = {0, 0}, table[] = {0, 0};
@@ -906,6 +923,7 @@ int main(int argc, char **argv) {
     test_batch(&whole, &select, PAGED, 3 * whole.cmp_stride, dtypes[1], 0);
 #endif
     test_faults();
+    test_begins();
     test_not_computed();
     test_workspace();
     return check_done("test_pages");

@@ -220,10 +220,13 @@ static void test_strides(int least) {
 }
 
 /* A query with a value that is not finite keeps forced blocks and a proper list; a key with one
-   ranks its block last; no other query changes. */
+   ranks its block last; no other query changes. For q a key stands for a block's tokens: its last
+   candidate has no key then. */
 static void test_bad_value(int input, double value) {
-    static const score_case c = {"T > w, one block more", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0};
+    const int stride = input == SLOT_Q ? 32 : 0;
+    const score_case c = {"T > w, one block more", NSA_SCORE_RELU, NSA_POOL_MAX, 1, stride};
     nsa_desc d = desc_of(shape(c.shape));
+    if (stride) d.cmp_block = d.cmp_stride = d.slc_block = stride;
     suite s = suite_of(&c, &d);
     values v = values_random(&s, &d, NSA_REAL_DTYPE, 60), zeros = values_zero(&s, &d);
     int heads = s.slots[input].heads, width = s.slots[input].width, row = d.tokens / 3;
@@ -245,13 +248,15 @@ static void test_bad_value(int input, double value) {
             CHECK_BITS("a list that reads no bad value", bad.x[SLOT_BLOCKS] + (size_t)t * list,
                        clean.x[SLOT_BLOCKS] + (size_t)t * list, list, 4);
     }
-    if (input != SLOT_K) { /* its list has scores of 0 */
+    if (input != SLOT_K) { /* its list has scores of 0, -inf where it sees no key */
         int J = p.x[SLOT_SCORES].width, wrong = 0;
+        int seen = stride ? (row + 1) / stride : nsa_slc_candidates(&d, row);
         double *scores = ref_zeros(tensor_count(&p.x[SLOT_SCORES]));
         tensor_get(&p.x[SLOT_SCORES], scores);
         for (int j = 0; j < nsa_slc_candidates(&d, row); j++)
-            wrong += scores[(row * d.kv_heads + d.kv_heads - 1) * J + j] != 0;
-        CHECK(!wrong, "%d scores of a query with a bad value are not 0", wrong);
+            wrong += scores[(row * d.kv_heads + d.kv_heads - 1) * J + j] !=
+                     (j < seen ? 0 : -(double)INFINITY);
+        CHECK(!wrong, "%d scores of a query with a bad value are not 0, or -inf", wrong);
         free(scores);
     }
     if (input == SLOT_K) { /* its block is chosen only where it is forced, or nothing is left out */

@@ -430,7 +430,7 @@ static __global__ void nsa__cuda_ascending_kernel(nsa_desc d, int32_t *begins) {
     }
 }
 
-/* ---- What is wrong with firsts, counts and tables -------------------------------------------- */
+/* ---- What is wrong with begins, firsts, counts and tables ------------------------------------ */
 
 enum {
     NSA__PAGES_FIRST = 1,
@@ -439,6 +439,7 @@ enum {
     NSA__PAGES_BEHIND,
     NSA__PAGES_WIDTH,
     NSA__PAGES_ENTRY,
+    NSA__PAGES_BEGINS,
     NSA__PAGES_WARPS = 32
 };
 
@@ -449,8 +450,10 @@ extern "C" const char *nsa_cuda_page_reason(int reason) {
                                           "count above desc.count",
                                           "queries behind the last token",
                                           "more tokens than the table has pages for",
-                                          "not a page"};
-    return reason > 0 && reason <= NSA__PAGES_ENTRY ? reasons[reason] : "";
+                                          "not a page",
+                                          "begins descends, starts below 0, passes rows, or tokens "
+                                          "in a sequence"};
+    return reason > 0 && reason <= NSA__PAGES_BEGINS ? reasons[reason] : "";
 }
 
 /* Of sequence b: its queries, then its line of the table. By a warp. */
@@ -487,11 +490,31 @@ NSA__DEVICE nsa_cuda_page_verdict nsa__cuda_page_fault_of(const nsa_desc &d, int
     return {NSA_OK, 0, 0, 0, 0};
 }
 
+/* The verdict on begins, which come before all else; its status is NSA_OK if there is no fault. By
+   a block. */
+NSA__DEVICE nsa_cuda_page_verdict nsa__cuda_begins_fault_of(const nsa_desc &d) {
+    nsa_cuda_page_verdict v = {NSA_OK, NSA__PAGES_BEGINS, 0, 0, 0};
+    if (!d.begins) return v;
+    bool bad = d.begins[0] < 0;
+    for (int b = static_cast<int>(threadIdx.x); b < d.batch; b += 32 * NSA__PAGES_WARPS) {
+        const int64_t tokens = int64_t(d.begins[b + 1]) - d.begins[b];
+        bad |= tokens < 0 || tokens > d.tokens;
+    }
+    if (__syncthreads_or(bad))
+        v.status = NSA_ERROR_BEGINS | NSA__AT_begins << 8;
+    else if (d.rows && d.rows < d.begins[d.batch])
+        v.status = NSA_ERROR_BEGINS | NSA__AT_rows << 8;
+    return v;
+}
+
 /* One block: a warp takes a sequence; the first with a fault has the verdict. */
 static __global__ void __launch_bounds__(32 * NSA__PAGES_WARPS, 1)
     nsa__cuda_check_pages_kernel(nsa_desc d, nsa_cuda_page_verdict *verdict) {
     NSA_SHARED(int, first, [1]);
     const int thread = static_cast<int>(threadIdx.x);
+    const nsa_cuda_page_verdict begins = nsa__cuda_begins_fault_of(d);
+    if (begins.status && thread == 0) *verdict = begins;
+    if (begins.status) return;
     bool found = false;
     /* Once: it stays so until there is a fault, and with that the loop ends. So it does not matter
        if a compiler reads it before it looks at `found`. */

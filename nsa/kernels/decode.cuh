@@ -124,13 +124,16 @@ static nsa_attention nsa__cuda_decode_views(const nsa_attention *x, const nsa_ca
     return all;
 }
 
-static nsa_status nsa__cuda_decode_check(const nsa_attention *x, const nsa_cache *cache,
-                                         int count) {
+/* With `counts` the device knows how many tokens come. */
+static nsa_status nsa__cuda_decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
+                                         const int32_t *counts) {
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     nsa_status s = nsa__cuda_attention_check_sizes(x, &cache->desc);
     if (s != NSA_OK) return s;
     NSA__CHECK(nsa__check_decodes(&cache->desc));
     if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
+    if (!counts && (count > cache->desc.tokens || count - 1 > cache->max_rewind))
+        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     nsa_desc d = cache->desc;
     d.count = count && d.tokens ? nsa__cuda_decode_most(cache, count) : 0;
     const nsa_attention all = nsa__cuda_decode_views(x, cache);
@@ -250,13 +253,11 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
 extern "C" nsa_status nsa_cuda_decode(const nsa_attention *x, nsa_cache *cache, int count,
                                       const int32_t *counts, nsa_reads *reads, nsa_status *verdict,
                                       void *workspace, size_t bytes, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_decode_check(x, cache, count);
+    nsa_status s = nsa__cuda_decode_check(x, cache, count, counts);
     if (s != NSA_OK) return s;
     s = nsa__cuda_check_workspace(nsa_cuda_decode_workspace_size(x, cache, count), workspace,
                                   bytes);
     if (s != NSA_OK) return s;
-    if (!counts && (count > cache->desc.tokens || count - 1 > cache->max_rewind))
-        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     nsa__cuda_decode_plan p;
     nsa__arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_decode_plan_of(&p, x, cache, nsa__cuda_decode_most(cache, count), &a);

@@ -38,9 +38,10 @@ struct nsa__cuda_select_plan {
     nsa_score_pool pool;
 };
 
-/* A query as its warp ranks for it: keys it sees (-1: a value of its own is not finite, so that all
-   scores are 0), blocks .init .. .local - 1 to rank, how many of them to take; where scores are
-   asked for, its row of them, for that many blocks. */
+/* A query as its warp ranks for it: keys it sees, with NSA__SELECT_BAD if a value of its own is not
+   finite, so that all scores are 0; blocks .init .. .local - 1 to rank, how many of them to take;
+   where scores are asked for, its row of them, for that many blocks. */
+enum { NSA__SELECT_BAD = INT32_MIN };
 struct alignas(16) nsa__cuda_select_query {
     int visible, init, local, room;
     float *scores;
@@ -209,7 +210,8 @@ NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_sele
             const bool bad = nsa__cuda_select_is_bad<ROWS>(x, d, s, row, kv_head);
             w.visible = nsa__cmp_visible(d, s.tokens, query);
             w.candidates = f.candidates;
-            found = {bad ? -1 : w.visible, f.init, f.local, f.room, nullptr, f.candidates};
+            const int visible = bad ? w.visible | NSA__SELECT_BAD : w.visible;
+            found = {visible, f.init, f.local, f.room, nullptr, f.candidates};
             if (x.scores.data)
                 found.scores = nsa__row_of<float>(x.scores, p.own ? b : s.batch,
                                                   p.own ? row : s.row + row, kv_head);
@@ -224,7 +226,8 @@ NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_sele
 NSA__DEVICE void nsa__cuda_select_mark(const nsa__cuda_select_warp &w, int queries, int width,
                                        uint32_t bad) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (lane < queries && (bad >> lane * width & ~0u >> (32 - width))) w.queries[lane].visible = -1;
+    if (lane < queries && (bad >> lane * width & ~0u >> (32 - width)))
+        w.queries[lane].visible |= NSA__SELECT_BAD;
     __syncwarp();
 }
 
@@ -264,9 +267,9 @@ NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_sco
    a key. */
 NSA__DEVICE float nsa__cuda_select_pool(const nsa__cuda_select_plan &p, const float *ring,
                                         int visible, int j) {
-    if (visible < 0) return 0.0f;
     const bool mean = p.pool == NSA_POOL_MEAN;
-    const int first = j * p.strides, size = min(p.strides, visible - first);
+    const int first = j * p.strides, size = min(p.strides, (visible & INT32_MAX) - first);
+    if (visible < 0 && size > 0) return 0.0f;
     float score = mean && size > 0 ? 0.0f : __uint_as_float(0xff800000u);
     bool bad = false;
     for (int u = 0; u < size; u++) {

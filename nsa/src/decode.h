@@ -16,7 +16,10 @@
 #include "attention.h"
 
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
-    NSA__CHECK(nsa__check_geometry(d));
+    if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
+    nsa_desc room = *d;
+    room.first = room.count = 0;
+    NSA__CHECK(nsa__check_geometry(&room));
     NSA__CHECK(nsa__check_decodes(d));
     if ((unsigned)dtype > NSA_F8 || !(((unsigned)NSA__TENSORS | NSA__SCALED) >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
