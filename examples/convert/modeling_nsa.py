@@ -512,7 +512,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         rotated_by = rotation(self.config.rope, self.config.head_dim, places, x)
         states = [x]
         for block in self.blocks:
-            if self.gradient_checkpointing and self.training:
+            if self.recomputes():
                 x = self._gradient_checkpointing_func(block.__call__, x, first, begins, rotated_by, past)
             else:
                 x = block(x, first, begins, rotated_by, past)
@@ -530,9 +530,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         as_tuple = return_dict is False or (return_dict is None and getattr(self.config, "return_dict", True) is False)
         return out.to_tuple() if as_tuple else out
 
+    def recomputes(self):
+        """Whether backward will compute the layers again: not within generate, which records nothing, of a model in training."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
     def cache_of(self, past, use_cache):
         """The cache to read and to extend, or None."""
-        if self.gradient_checkpointing and self.training:
+        if self.recomputes():
             if past is not None and int(past.get_seq_length()):
                 raise ValueError("past_key_values: a layer that is computed again would append its keys twice; must be "
                                  "None with gradient checkpointing")

@@ -20,7 +20,7 @@ import unittest
 import numpy as np
 
 import nsa
-from nsa import _abi, _library
+from nsa import _abi, _library, _views
 
 RNG = np.random.default_rng(7)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -237,11 +237,15 @@ class Views(unittest.TestCase):
 
     def test_what_cannot_be_viewed_is_refused(self):
         p = Problem()
+        described = lambda **of: type("Array", (), {"__array_interface__": dict(of, shape=p.q.shape, version=3)})()
         for field, array, words in (
                 ("q", p.q.astype(np.int64), "q: the dtype int64"),
                 ("q", p.q[..., ::2], "q: the last axis must be packed"),
                 ("q", p.q[0], r"q: 3 axes, must be \(B, count, H, Dk\)"),
                 ("q", p.q.astype(">f4"), "dtype|order"),
+                ("q", described(typestr="<i8"), "q: the dtype <i8"),
+                ("q", described(typestr="<f4"), "q: its __array_interface__ has no address"),
+                ("q", described(typestr="<f4", data=memoryview(b"")), "q: its __array_interface__ has no address"),
                 ("lse", p.q, "lse: 4 axes")):
             with self.subTest(words), self.assertRaisesRegex(ValueError, words):
                 p.attend(**{field: array})
@@ -530,6 +534,31 @@ class Strangers(unittest.TestCase):
             nsa.attend_win_forward(p.attend(out=Locked(p.out)), p.desc)
         p.out.setflags(write=True)
         nsa.attend_win_forward(p.attend(q=Locked(p.q)), p.desc)
+
+    def test_capsules_of_dlpack(self):
+        """A copy is read and not written to; a capsule of another version, or that is none, is named."""
+        if np.lib.NumpyVersion(np.__version__) < "2.1.0":
+            self.skipTest("numpy before 2.1 has no versions")
+
+        class Made:
+            def __init__(self, capsule):
+                self.capsule = capsule
+
+            def __dlpack__(self, **_):
+                return self.capsule
+
+        p = Problem()
+        versioned = lambda x, **more: Made(x.__dlpack__(max_version=(1, 0), **more))
+        with self.assertRaisesRegex(nsa.Refused, "out: is read-only"):
+            nsa.attend_win_forward(p.attend(out=versioned(p.out, copy=True)), p.desc)
+        nsa.attend_win_forward(p.attend(q=versioned(p.q, copy=True)), p.desc)
+        later, taken = versioned(p.q), Made(p.q.__dlpack__())
+        _views._Managed.from_address(_views._pointer(later.capsule, b"dltensor_versioned", "q")).major = 2
+        np.from_dlpack(type("Array", (), {"__dlpack__": lambda *_, **__: taken.capsule, "__dlpack_device__": lambda _: (1, 0)})())
+        for words, array in (("q: DLPack 2.[0-9]*, must be of version 1", later), ("q: its __dlpack__ gave None", Made(None)),
+                             ("q: its __dlpack__ gave .*used.*, must be a capsule", taken)):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
+                p.attend(q=array)
 
 
 class Words(unittest.TestCase):

@@ -473,6 +473,22 @@ class Jax(unittest.TestCase):
             for one_got, one_want in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
                 np.testing.assert_allclose(one_got, one_want, atol=1e-12, err_msg=name)
 
+    @unittest.skipUnless(hasattr(jax, "set_mesh"), "a jax without it")
+    def test_a_mesh_with_explicit_axes(self):
+        """What jax.make_mesh makes unless told otherwise: arrays whose types say how they are split have gradients of such types."""
+        mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))
+        gates, p = rows(B, T, HK, 3), parameters("mlp", D)
+        call = lambda q, k, gates, p: (nj.attention(q, k, k, k, k, k, k, gates, phi_k=("mlp", p), **GEOMETRY) * q).sum()
+        want = jax.grad(call, (0, 1, 2, 3))(self.q, self.k, gates, p)
+        for axes in ("batch",), (None, None, "batch"):
+            given = *[jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes))) for x in (self.q, self.k, gates)], p
+            with jax.set_mesh(mesh):
+                for taken in jax.grad(call, (0, 1, 2, 3)), jax.jit(jax.grad(call, (0, 1, 2, 3))):
+                    got = taken(*given)
+                    self.assertEqual(jax.typeof(got[0]), jax.typeof(given[0]))
+                    for one_got, one_want in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+                        np.testing.assert_allclose(one_got, one_want, atol=1e-12)
+
     def test_refusals(self):
         ragged, at = self.q.reshape(1, B * T, H, D), jnp.zeros(2, jnp.int32)
         for words, call in (

@@ -1192,6 +1192,20 @@ class Misuse(unittest.TestCase):
         module(torch.empty(B, T, 32, device="meta", requires_grad=True)).sum().backward()
         self.assertTrue(module.W_Q.weight.grad.is_meta)
 
+    def test_memory_that_comes_later(self):
+        """As FSDP fills a module that was made without memory: each that has parameters of its own says how they begin."""
+        for kind in ("mean", "conv", "mlp"):
+            torch.manual_seed(3)
+            want = nt.NativeSparseAttention(32, H, HK, phi=kind, **GEOMETRY)
+            module = copy.deepcopy(want).to("meta").to_empty(device="cpu")
+            torch.manual_seed(3)
+            for part in module.modules():
+                if next(part.parameters(recurse=False), None) is not None:
+                    part.reset_parameters()
+            for name, x in module.named_parameters():
+                like = want.get_parameter(name)
+                self.assertLessEqual(abs(x.std() - like.std()).item(), 0.4 * like.std().item(), (kind, name))
+
     @NEW
     def test_gradients_in_a_batch(self):
         """torch.autograd.grad(is_grads_batched=True): one backward for each."""
@@ -1530,6 +1544,29 @@ class Operators(unittest.TestCase):
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             self.assertEqual(compiled(x).dtype, torch.bfloat16)
 
+    def test_a_length_that_a_tensor_has_compiled(self):
+        """max_seqlen of what begins say, in the graph."""
+        q, k = torch.randn(1, T, H, D, device=DEVICE), torch.randn(1, T, HK, D, device=DEVICE)
+        call = lambda begins: nt.attend_win(q, k, k, begins=begins, longest=begins.diff().max().item(), **GEOMETRY)[0]
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            for begins in ([0, 20, T], [0, 9, T]):
+                begins = torch.tensor(begins, dtype=torch.int32, device=DEVICE)
+                self.assertTrue(torch.equal(compiled(begins), call(begins)))
+
+    @CPU
+    def test_a_cache_is_left_alone(self):
+        """torch.compile of a module that decodes: it makes no graphs of the package."""
+        module, x, graphs = nt.NativeSparseAttention(32, H, HK, **GEOMETRY), torch.randn(B, T, 32), []
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        with torch.no_grad():
+            caches = [module.cache(B, 80) for _ in range(2)]
+            for some in x.split((40, 1, T - 41), 1):
+                self.assertTrue(torch.equal(compiled(some, cache=caches[0]), module(some, cache=caches[1])))
+        self.assertLess(len(graphs), 4)
+
 
     def test_every_function_compiled_without_a_break(self):
         """The functions that people call, with what they look at before the operators."""
@@ -1647,6 +1684,25 @@ class Module(unittest.TestCase):
             self.assertEqual((given.dtype, taken.dtype), (torch.float32, torch.bfloat16))
             with self.assertRaisesRegex(nsa.Refused, "x: rows of torch.float32, and the cache holds torch.bfloat16"):
                 module.float()(x.float(), cache=taken)
+
+    @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
+    def test_a_cache_of_quantised_layers(self):
+        """Whose weight is a method, as those of torch.ao."""
+        class Quantised(torch.nn.Module):
+            def __init__(self, layer):
+                super().__init__()
+                self.layer, self.weight = layer, lambda: layer.weight
+
+            def forward(self, x):
+                return self.layer(x)
+
+        module, x = self.make(), torch.randn(B, 9, 32)
+        with torch.no_grad():
+            want = module(x)
+            for name, layer in [*module.named_children()]:
+                if isinstance(layer, torch.nn.Linear):
+                    setattr(module, name, Quantised(layer))
+            self.assertTrue(torch.equal(module(x, cache=module.cache(B, 80)), want))
 
     @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
     def test_caches_of_8_bits(self):

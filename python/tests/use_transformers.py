@@ -384,6 +384,8 @@ class Uses(unittest.TestCase):
             for name, g in want.items():
                 self.same(got[name], g)
         self.assertLess(self.peak(self.model), 0.7 * before)
+        want = self.generate(use_cache=False)
+        self.equal(self.generate(), want)  # of a model in training, as Trainer leaves it
         cache = transformers.DynamicCache()
         self.model.gradient_checkpointing_disable()
         self.model(self.prompt[:, :10], past_key_values=cache, use_cache=True)

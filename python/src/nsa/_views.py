@@ -82,7 +82,7 @@ def _of_interface(array: Any, interface: dict[str, Any], name: str) -> Described
     kind, shape, steps = interface["typestr"], tuple(interface["shape"]), interface.get("strides")
     dtype = _TYPES.get(kind)
     if dtype is None:
-        dtype = _dtype(str(array.dtype), name)
+        dtype = _dtype(str(getattr(array, "dtype", kind)), name)
     if kind[0] == ">":
         raise refused("DTYPE", name, "bytes of another order than the machine's")
     size = int(kind[2:])
@@ -94,6 +94,8 @@ def _of_interface(array: Any, interface: dict[str, Any], name: str) -> Described
         strides = tuple([step // size for step in steps])
     if hasattr(type(array), "mask") and (array.mask is True or getattr(array.mask, "any", bool)()):
         raise refused("OPTION", name, "has masked elements, whose values would be read: must have none, as array.filled(0) has")
+    if not isinstance(interface.get("data"), tuple):
+        raise refused("NULL", name, "its __array_interface__ has no address: must have data, (address, read-only)")
     address, readonly = interface["data"]
     return Described(address, dtype, shape, strides, readonly, array, array)
 
@@ -114,14 +116,17 @@ class _Managed(ctypes.Structure):
 
 
 _CPU, _INT, _FLOAT, _BFLOAT = 1, 0, 2, 4
-_READ_ONLY = 1
+_READ_ONLY, _COPIED = 1, 2
 _DLPACK_DTYPES = {(_FLOAT, 32): F32, (_BFLOAT, 16): BF16, (_FLOAT, 16): F16, (_FLOAT, 64): F64, (_INT, 32): I32}
 
 
-def _pointer(capsule: Any, name: bytes) -> int:
+def _pointer(capsule: Any, kind: bytes, name: str) -> int:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return int(pointer(capsule, name))
+    try:
+        return int(pointer(capsule, kind))
+    except ValueError:
+        raise refused("NULL", name, f"its __dlpack__ gave {capsule!r}, must be a capsule of DLPack that nobody has taken") from None
 
 
 def _of_dlpack(array: Any, name: str) -> Described:
@@ -132,10 +137,13 @@ def _of_dlpack(array: Any, name: str) -> Described:
         capsule = array.__dlpack__()
     readonly = type(array).__module__.split(".")[0] in ("jax", "jaxlib")
     if "dltensor_versioned" in repr(capsule):
-        managed = _Managed.from_address(_pointer(capsule, b"dltensor_versioned"))
-        tensor, readonly = managed.tensor, readonly or bool(managed.flags & _READ_ONLY)
+        managed = _Managed.from_address(_pointer(capsule, b"dltensor_versioned", name))
+        if managed.major != 1:
+            raise refused("DTYPE", name, f"DLPack {managed.major}.{managed.minor}, must be of version 1")
+        # What is written to a copy nobody would see.
+        tensor, readonly = managed.tensor, readonly or bool(managed.flags & (_READ_ONLY | _COPIED))
     else:
-        tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
+        tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor", name))
     if tensor.device_type != _CPU:
         raise refused("NULL", name, f"lies on DLPack's device {tensor.device_type}; nsa.h computes on the CPU")
     dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None

@@ -174,9 +174,16 @@ def _axes(arrays: Sequence[Any]) -> set[Any]:
 
 def _varying(x: Any, axes: set[Any]) -> Any:
     """x, which differs between these devices, or may. Of one that does not the gradient is the sum of theirs."""
-    cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary
     missing = tuple(axes - _axes([x]))
-    return cast(x, missing) if missing else x
+    if not missing:
+        return x
+    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+
+def _everywhere(x: Any) -> Any:
+    """x, all of it on each device of a mesh with explicit axes, as what XLA calls there has it; the gradient is split again."""
+    of = getattr(jax.typeof(x), "sharding", None) if hasattr(jax, "typeof") else None
+    return jax.sharding.reshard(x, of.update(spec=())) if any(getattr(of, "spec", ())) else x
 
 
 def _differentiable(function: Any, forward: Any, backward: Any) -> Any:
@@ -187,8 +194,7 @@ def _differentiable(function: Any, forward: Any, backward: Any) -> Any:
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         axes = _axes([x for x in jax.tree.leaves(arguments) if hasattr(x, "dtype")])
-        if axes:
-            arguments = jax.tree.map(lambda x: _varying(x, axes) if hasattr(x, "dtype") else x, arguments)
+        arguments = jax.tree.map(lambda x: _everywhere(_varying(x, axes)) if hasattr(x, "dtype") else x, arguments)
         return function(*arguments)
     return call
 

@@ -41,21 +41,27 @@ class _Phi(nn.Module):
     def __init__(self, kind: str, heads: int, block: int, width: int, bias: bool):
         super().__init__()
         self.kind = kind
-        for name in PHI:
-            self.register_parameter(name, None)
+        shapes: dict[str, tuple[int, ...]] = {}
         if kind == "conv":
-            self.w1 = nn.Parameter(torch.full((heads, block, width), 1 / block))
-            if bias:
-                self.b1 = nn.Parameter(torch.zeros(heads, width))
+            shapes = {"w1": (heads, block, width), **({"b1": (heads, width)} if bias else {})}
         elif kind == "mlp":
-            self.pos = nn.Parameter(torch.randn(heads, block, width) * 0.02)
-            self.w1 = nn.Parameter(torch.randn(heads, width, block * width) / (block * width) ** 0.5)
-            self.b1 = nn.Parameter(torch.zeros(heads, width))
-            self.w2 = nn.Parameter(torch.randn(heads, width, width) / width ** 0.5)
-            if bias:
-                self.b2 = nn.Parameter(torch.zeros(heads, width))
+            shapes = {"pos": (heads, block, width), "w1": (heads, width, block * width), "b1": (heads, width),
+                      "w2": (heads, width, width), **({"b2": (heads, width)} if bias else {})}
         elif kind != "mean":
             raise refused("OPTION", "phi", f"{kind!r} is none of mean, conv, mlp")
+        for name in PHI:
+            self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As of PyTorch's layers: FSDP, and who makes a model without memory, calls it once there is some."""
+        for name, x in self.named_parameters(recurse=False):
+            if name in ("b1", "b2"):
+                nn.init.zeros_(x)
+            elif self.kind == "conv":
+                nn.init.constant_(x, 1 / x.shape[1])
+            else:
+                nn.init.normal_(x, std=0.02 if name == "pos" else x.shape[-1] ** -0.5)
 
     def given(self) -> list[Tensor | None]:
         """In the order and with the axes that the operators take."""
@@ -151,7 +157,9 @@ class NativeSparseAttention(nn.Module):
             if begins is not None or longest:
                 raise refused("OPTION", "begins" if begins is not None else "longest", "a cache has each sequence for itself: "
                               "must be None, and longest 0, with x (B, T, dim)")
-            return self._decoded(x, positions, cache, counts)
+            # What a cache does is no graph: torch.compile would go into all of the package, for every length anew.
+            decoded = torch.compiler.disable(self._decoded) if _o.is_compiling() else self._decoded
+            return decoded(x, positions, cache, counts)
         if counts is not None:
             raise refused("NULL", "cache", "None, and counts say how many tokens it gets")
         q, k, v, gates = self._projected(x)
@@ -202,7 +210,7 @@ class Cache:
         d = copy.copy(module.desc)
         for name, value in (("batch", batch), ("tokens", tokens), ("count", tokens), ("threads", torch.get_num_threads())):
             setattr(d, name, value)
-        weight = module.W_K_slc.weight.dtype
+        weight = getattr(module.W_K_slc.weight, "dtype", None)  # of a quantised layer a method
         self._desc, self._max_rewind, self._given = d, check_int("max_rewind", max_rewind), dtype is not None
         self._geometry, self._lock = bytes(module.desc), Lock()
         self._lay_out(dtype or (weight if DTYPES.get(weight, 4) < 4 else torch.float32))

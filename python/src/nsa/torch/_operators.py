@@ -356,6 +356,8 @@ _SYMBOLIC = getattr(torch, "SymInt", ())
 
 def integer(name: str, value: Any) -> Any:
     """A number of C; others give it as a tensor without axes (max_seqlen)."""
+    if is_compiling() and not isinstance(value, torch.Tensor):  # of a graph that has it from a tensor nothing may be asked
+        return value
     if type(value) is int and 0 <= value < 1 << 31 or isinstance(value, _SYMBOLIC):
         return value
     return check_int(name, value)
