@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -124,6 +125,11 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
     while (bytes) {
         ssize_t put = write(fd, at, bytes);
         if (put < 0 && errno == EINTR) continue;
+        if (put < 0 && errno == EAGAIN) { /* a pipe that another program made so, and full */
+            struct pollfd full = {.fd = fd, .events = POLLOUT};
+            (void)poll(&full, 1, -1);
+            continue;
+        }
         if (put < 0) return fault_errno(f, "%s: cannot write", path);
         at += put;
         bytes -= (size_t)put;
