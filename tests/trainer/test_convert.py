@@ -318,6 +318,10 @@ class Convert(unittest.TestCase):
         run("convert", "import", whole, self.room / "b")
         self.assertEqual(logits(self.room / "a", self.room), logits(self.room / "b", self.room))
         (whole / "model.safetensors").rename(whole / "all.safetensors")
+        index.rename(self.room / "index")
+        for other in (whole, whole / "all.safetensors"):
+            done = run("convert", "import", other, self.room / "other", code=1)
+            self.assertIn(f"{other}: has neither model.safetensors nor its index: must be a folder", done.stderr)
         for extra, words in ((None, ""), ("model.layers.0.foo", "tensor model.layers.0.foo: no file has it")):
             listed = {name: "all.safetensors" for name in names + [extra] * bool(extra)}
             index.write_text(json.dumps({"weight_map": listed}))
