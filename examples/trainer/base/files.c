@@ -183,9 +183,13 @@ bool files_draft_open(files_draft *d, const char *path, fault *f) {
     d->replaces = !d->in_place && files_exist(d->path);
     snprintf(d->aside, sizeof d->aside, "%s.%ld.tmp", d->path, (long)getpid());
     if (!d->in_place) unlink(d->aside); /* a killed process of that number may have left it */
-    d->fd = d->in_place ? open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)
+    int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_CLOEXEC;
+    d->fd = d->in_place ? open(path, flags, 0666)
                         : open(d->aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, s.st_mode & 0777);
+    if (d->fd < 0 && d->in_place && errno == ENXIO) /* which would be waited for */
+        return fault_set(f, "%s: a named pipe that nobody reads", path);
     if (d->fd < 0) return fault_errno(f, "%s: cannot create", path);
+    (void)fcntl(d->fd, F_SETFL, 0);
     if (d->replaces) (void)!fchmod(d->fd, s.st_mode & 0777);
     return true;
 }
