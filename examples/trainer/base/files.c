@@ -51,18 +51,23 @@ int files_open_anew(const char *path, fault *f) {
     return fd;
 }
 
+/* Of a pipe too that another program made non-blocking. */
+static ssize_t read_some(int fd, char *to, size_t bytes) {
+    struct pollfd empty = {.fd = fd, .events = POLLIN};
+    for (;;) {
+        ssize_t got = read(fd, to, bytes);
+        if (got >= 0 || (errno != EINTR && errno != EAGAIN)) return got;
+        if (errno == EAGAIN) (void)poll(&empty, 1, -1);
+    }
+}
+
 /* Takes over fd. */
 static char *read_all(int fd, const char *path, size_t most, size_t *bytes, fault *f) {
     size_t room = 65536, used = 0;
-    FILE *file = fdopen(fd, "rb");
-    if (!file) {
-        close(fd);
-        fault_set(f, "%s: out of memory", path);
-        return NULL;
-    }
+    ssize_t got = 1;
     char *text = malloc(room + 1);
-    while (text && !ferror(file) && !feof(file) && used <= most) {
-        used += fread(text + used, 1, room - used, file);
+    while (text && used <= most && (got = read_some(fd, text + used, room - used)) > 0) {
+        used += (size_t)got;
         if (used < room) continue;
         char *more = realloc(text, room * 2 + 1);
         if (!more) free(text);
@@ -71,12 +76,12 @@ static char *read_all(int fd, const char *path, size_t most, size_t *bytes, faul
     }
     if (!text)
         fault_set(f, "%s: out of memory", path);
-    else if (ferror(file))
+    else if (got < 0)
         fault_errno(f, "%s: cannot read", path);
     else if (used > most)
         fault_set(f, "%s: longer than the %zu bytes that are allowed", path, most);
-    bool ok = text && !ferror(file) && used <= most;
-    fclose(file);
+    bool ok = text && got >= 0 && used <= most;
+    close(fd);
     if (!ok) {
         free(text);
         return NULL;
