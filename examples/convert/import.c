@@ -187,7 +187,12 @@ static bool read_files(importer *x, const char *folder, fault *f) {
     char path[PATH_ROOM];
     const char *tensor, *name;
     json_t *value;
-    if (has_file(folder, "model.safetensors") || !has_file(folder, index_name))
+    if (!has_file(folder, "model.safetensors") && !has_file(folder, index_name))
+        return fault_set(f,
+                         "%s: has neither model.safetensors nor its index: must be a folder that "
+                         "transformers saved (no GGUF, no .bin)",
+                         folder);
+    if (has_file(folder, "model.safetensors"))
         return files_join(path, sizeof path, folder, "model.safetensors", f) &&
                read_file(x, path, f);
     json_t *root = import_json(folder, index_name, &json_of_tensors, f), *done = json_object();

@@ -1,6 +1,5 @@
 /* main.c - generate: text from a checkpoint of either trainer, token by token from a cache. Twin:
    README.md. The cache is the model's (model_append), drawing is sample.c's. */
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -138,18 +137,6 @@ static void put_prompt(generator *g, stop_printer *p, size_t prompt) {
         sample_put(&p->out, g->tokenizer, g->text.ids[i]);
 }
 
-/* From numbers that are none, as weights that are none give, any token would be drawn. */
-static bool check_logits(const generator *g, fault *f) {
-    for (int i = 0; i < g->model.config.vocab; i++)
-        if (!isfinite(g->logits[i]))
-            return fault_set(
-                f,
-                "%s: the model gives %g for the token behind the first %zu: its weights "
-                "are not finite, or too large",
-                g->checkpoint.path, (double)g->logits[i], g->text.count);
-    return true;
-}
-
 /* Token after token, until the length, the end of the text or --stop. */
 static bool extend(generator *g, stop_printer *p, result *r, fault *f) {
     const config_sample *c = &g->checkpoint.config.sample;
@@ -157,7 +144,7 @@ static bool extend(generator *g, stop_printer *p, result *r, fault *f) {
     int vocab = g->model.config.vocab;
     int32_t end = g->options.ignore_end ? -1 : tokenizer_end(g->tokenizer);
     while (r->drawn < c->length) {
-        if (!check_logits(g, f)) return false;
+        if (!sample_check(g->logits, vocab, g->checkpoint.path, g->text.count, f)) return false;
         sample_discourage(g->logits, vocab, c, &g->text, g->order);
         int32_t next = sample_token(g->logits, vocab, c, seed, (uint64_t)r->drawn++, g->order);
         r->ended = next == end;

@@ -1,6 +1,7 @@
 /* main.c - inspect: what a checkpoint of either trainer reads of a text, layer by layer, as JSON.
    Twins: README.md; draw.py, which makes pictures and a page of it. What is measured is
    measure.c's; the model is the trainers' own and does not know that it is watched. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,14 +33,17 @@ typedef struct inspector {
     double *numbers, *keys; /* of one query: of its blocks, of its keys */
     files_draft draft;
     FILE *out; /* into it */
-    bool watching;
+    bool watching, strange;
     int written; /* layers */
 } inspector;
 
 /* ---- What a layer reads ---------------------------------------------------------------------- */
 
-static void write_numbers(FILE *out, const double *x, int count) {
-    for (int i = 0; i < count; i++) fprintf(out, "%s%.4g", i ? "," : "", x[i]);
+static void write_numbers(inspector *n, const double *x, int count) {
+    for (int i = 0; i < count; i++) {
+        fprintf(n->out, "%s%.4g", i ? "," : "", x[i]);
+        n->strange |= !isfinite(x[i]); /* JSON has no such number */
+    }
 }
 
 static void write_blocks(FILE *out, const int32_t *list, int width) {
@@ -56,15 +60,15 @@ static void write_query(inspector *n, const nsa_attention *x, const nsa_desc *d,
     measure_gates(x, d, t, head, gates);
     fprintf(n->out, "%s{\"win\":%d,\"gates\":[", t ? ",\n" : "",
             has_window ? t + 1 - nsa_window_begin(d, t) : 0);
-    write_numbers(n->out, gates, BRANCHES);
+    write_numbers(n, gates, BRANCHES);
     fprintf(n->out, "],\"blocks\":[");
     write_blocks(n->out, list, nsa_block_list_width(d));
     fprintf(n->out, "],\"score\":[");
     measure_scores(x, d, t, head, n->numbers);
-    write_numbers(n->out, n->numbers, candidates);
+    write_numbers(n, n->numbers, candidates);
     fprintf(n->out, "],\"mass\":[");
     measure_mass(x, d, t, head, n->keys, n->numbers);
-    write_numbers(n->out, n->numbers, candidates);
+    write_numbers(n, n->numbers, candidates);
     fprintf(n->out, "]}");
 }
 
@@ -252,6 +256,11 @@ static bool inspect(inspector *n, fault *f) {
     bool ok = model_next(m, n->text.ids, count, n->logits, f);
     n->watching = false;
     if (ok) write_layer(n, m->config.n_layers - 1);
+    if (ok && n->strange)
+        ok = fault_set(f,
+                       "%s: the model's gates or scores are no numbers: its weights are not "
+                       "finite, or too large",
+                       n->checkpoint.path);
     ok = ok && model_restart(m, f) && model_append(m, n->text.ids, count, 0, NULL, f);
     fprintf(n->out, "],\n\"counted\":{\"cmp\":%lld,\"slc\":%lld,\"win\":%lld}}\n",
             (long long)m->reads.cmp, (long long)m->reads.slc, (long long)m->reads.win);

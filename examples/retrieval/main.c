@@ -11,6 +11,7 @@
 #include "base/threads.h"
 #include "data/source.h"
 #include "train/restore.h"
+#include "train/sample.h"
 
 enum { CHUNK = 256, TENTHS = 10, SHORTEST = 16, LONGEST = 1 << 20 };
 enum { LEAST_BLOCKS = 3 }; /* the forced ones */
@@ -94,7 +95,10 @@ static bool examine(examiner *e, int64_t sample, int length, score *s, fault *f)
         return false;
     for (int q = 0; q < count; q++) {
         int64_t tenth = places[q] * TENTHS / first;
-        int answer = likeliest(e->logits + (size_t)(2 * q) * (size_t)vocab, vocab);
+        const real *logits = e->logits + (size_t)(2 * q) * (size_t)vocab;
+        if (!sample_check(logits, vocab, e->checkpoint.path, (size_t)(first + 2 * q + 1), f))
+            return false;
+        int answer = likeliest(logits, vocab);
         bool right = answer == e->row.tokens[first + 2 * q + 1];
         bool reached = reaches(&e->model, places[q], 2 * q);
         s->asked[tenth]++;

@@ -10,6 +10,8 @@ reads the file.
 """
 import array
 import json
+import math
+import os
 import pathlib
 import struct
 import sys
@@ -47,6 +49,8 @@ def read_tensors(path):
         numbers = array.array("f", data[8 + size + begin:8 + size + end])
         if sys.byteorder == "big":
             numbers.byteswap()
+        if not all(map(math.isfinite, numbers)):
+            raise SystemExit(f"{path}: {name} has numbers that are not finite")
         yield name, tensor["shape"], numbers
 
 
@@ -86,15 +90,31 @@ def pack(folder):
             b"".join(tensors))
 
 
+def write_file(path, data):
+    """Beside its name, and put in place when it is whole: until then an older one stays as it is."""
+    is_device = path.exists() and not path.is_file()
+    draft = path if is_device else path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError:
+        if not is_device:
+            draft.unlink(missing_ok=True)
+        raise
+
+
 def main():
     if len(sys.argv) != 3 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
     folder, to = checkpoint_folder(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2])
     try:
         data = pack(folder)
-        to.write_bytes(data)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, struct.error) as error:
         raise SystemExit(f"{folder}: no checkpoint that the page can take: {error!r}")
+    try:
+        write_file(to.resolve(), data)
+    except OSError as error:
+        raise SystemExit(f"{to}: cannot write: {error.strerror}")
     print(f"wrote {to}: {len(data)} bytes, from {folder}")
 
 

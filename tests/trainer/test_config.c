@@ -287,7 +287,7 @@ static void test_environment(void) {
 
 /* Its keys that choose fast paths are of kinds, not a list; the others are read, or named. */
 static void test_other_keys(void) {
-    accept(file("runtime:\n  use_flash: true\n  fa2_enabled: false\n  fa2_min_len_win: -1\n"
+    accept(file("runtime:\n  use_flash: True\n  fa2_enabled: false\n  fa2_min_len_win: -1\n"
                 "  fa2_min_len_cmp: 32\n  sel_triton_min_L: 4096\n  compile_cmp_win: false\n"
                 "  sel_triton_group: true\n  compile_all: 1\ntrain:\n  max_grad_norm: 0.5\n"));
     CHECK(settings.train.grad_clip == 0.5, "max_grad_norm is grad_clip, %g",

@@ -18,7 +18,7 @@ import unittest
 
 from poison import KINDS, change
 
-PROGRAMS = {}
+PROGRAMS, PACK = {}, pathlib.Path(__file__).resolve().parents[2] / "examples/web/pack.py"
 SMALL = """--dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 --d-v 12 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 --nsa-n-sel 4
     --nsa-w 24 --seq-len 64 --batch-size 2 --steps 3 --lr 3e-2 --threads 1 --eval-every 0""".split()
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
@@ -318,6 +318,10 @@ class Convert(unittest.TestCase):
         run("convert", "import", whole, self.room / "b")
         self.assertEqual(logits(self.room / "a", self.room), logits(self.room / "b", self.room))
         (whole / "model.safetensors").rename(whole / "all.safetensors")
+        index.rename(self.room / "index")
+        for other in (whole, whole / "all.safetensors"):
+            done = run("convert", "import", other, self.room / "other", code=1)
+            self.assertIn(f"{other}: has neither model.safetensors nor its index: must be a folder", done.stderr)
         for extra, words in ((None, ""), ("model.layers.0.foo", "tensor model.layers.0.foo: no file has it")):
             listed = {name: "all.safetensors" for name in names + [extra] * bool(extra)}
             index.write_text(json.dumps({"weight_map": listed}))
@@ -572,6 +576,20 @@ class Convert(unittest.TestCase):
             done = run(*command, code=1 if command[0] == "convert" else 2)
             self.assertIn("tensor norm.weight: number 0 is nan; must be finite in f32", done.stderr)
         self.assertEqual(list((self.room / "hf_of_nan").iterdir()), [])
+
+    def test_file_of_the_page(self):
+        """examples/web/pack.py: numbers that are none are refused by tensor, and an older file outlives a full disk."""
+        out, to = self.train("for_page"), self.room / "model.bin"
+        command = [sys.executable, PACK, out, to]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        older = to.read_bytes()
+        done = subprocess.run(command, capture_output=True, text=True,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
+        self.assertIn("model.bin: cannot write: File too large", done.stderr)
+        change(out / "checkpoints/latest", KINDS["nan"][0])
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertIn("model.safetensors: norm.weight has numbers that are not finite", done.stderr)
+        self.assertEqual((to.read_bytes(), sorted(self.room.glob("model.bin*"))), (older, [to]))
 
     def test_export_on_a_full_disk(self):
         """The older export stays whole until the new one is."""

@@ -1,6 +1,9 @@
 /* test_generate.c - generate as its users run it: its text against the whole sequence's forward for
    each token, its figures, its options, what it refuses. Arguments: the programs train_tiny and
    generate. Twins: its main.c and options.c, restore.c, sample.c. Single draws are test_ops.c's. */
+#include <fcntl.h>
+#include <sys/stat.h>
+
 #include "model_test.h"
 #include "program_test.h"
 #include "train/restore.h"
@@ -260,6 +263,13 @@ static void test_refusals(void) {
            "standard output: cannot write: Bad file");
     expect(shell("head -c 100 %s | %s %s --prompt-file -", test_path("text"), generator, at), 2,
            "a prompt of 100 tokens");
+    CHECK(!mkfifo(test_path("late"), 0600), "a pipe"); /* non-blocking, and empty when it is read */
+    int late = open(test_path("late"), O_RDONLY | O_NONBLOCK);
+    expect(shell("{ exec 9>%s; { sleep 1; head -c 100 %s >&9; } & exec 9>&-; "
+                 "%s %s --prompt-file - <&%d; }",
+                 test_path("late"), test_path("text"), generator, at, late),
+           2, "a prompt of 100 tokens");
+    close(late);
     test_write(test_path("long"), zeros, sizeof zeros);
     expect(shell("%s %s --prompt-file %s", generator, at, test_path("long")), 2,
            "a prompt of 70000 tokens");

@@ -1,7 +1,7 @@
 """inspect and draw.py on a small model: lists, scores and counts agree with one another and with the
 pictures; the page holds all of it; what cannot be inspected is refused by name.
 
-usage: test_inspect.py TRAINER FOLDER INSPECT DRAW. Twins: examples/inspect.
+usage: test_inspect.py TRAINER FOLDER INSPECT DRAW RETRIEVAL. Twins: examples/inspect.
 """
 import base64
 import json
@@ -13,10 +13,11 @@ import sys
 import xml.etree.ElementTree
 import zlib
 
+from poison import change
 from runs import Runs, check, done
 
 runs = Runs(sys.argv[1], sys.argv[2], "inspect")
-inspect, draw = sys.argv[3], sys.argv[4]
+inspect, draw, retrieval = sys.argv[3:6]
 TEXT = "".join(f"line {i} of {i * i % 97} words\n" for i in range(9))[:110] + "\u00e9</script>"
 LENGTH = len(TEXT.encode())
 L, D, BLOCK, COUNT, WINDOW = 8, 4, 16, 4, 16  # of the model below
@@ -159,4 +160,12 @@ check(all(record["win"] == min(WINDOW, t + 1) for t, record in enumerate(data["q
 run(sys.executable, draw, result, runs.root / "drawn", words="wrote reads.svg")
 check("layer 2, key-value head 0" in (runs.root / "drawn" / "reads.svg").read_text(), "the layer's number")
 run(sys.executable, draw, result, runs.root / "drawn", "--layer", "1", code=1, words="layers 0, 2")
+# Finite weights whose products are not: JSON has no numbers for what comes of them, and what was there stays.
+older = result.read_bytes()
+needles, _, _ = runs.train("needles", "--dataset", "retrieval", "--vocab-size", 512, "--steps", 1)
+for huge in (model, needles):
+    change(huge / "checkpoints/latest", lambda name: [3e38] if name.endswith("W_Q.weight") else None)
+run(retrieval, needles, 1, 64, code=1, words="step_00000001: the model gives")
+run(inspect, model, "--text", text, "--out", result, code=1, words="step_00000020: the model's gates or scores")
+check(result.read_bytes() == older, "an older file is lost")
 done()

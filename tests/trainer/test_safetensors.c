@@ -232,6 +232,15 @@ static void test_full_disk(void) {
         CHECK(!access("/dev/full", F_OK), "the device is gone");
         unlink(path);
     }
+    CHECK(!mkfifo(path, 0600), "a named pipe");
+    TEST_FAULT(safetensors_write(path, sample, TENSORS, &bytes, &xxh64, &why), &why,
+               "full.safetensors: a named pipe that nobody reads");
+    int reader = open(path, O_RDONLY | O_NONBLOCK);
+    char first;
+    CHECK(safetensors_write(path, sample, TENSORS, &bytes, &xxh64, &why), "%s", why.text);
+    CHECK(read(reader, &first, 1) == 1 && !access(path, F_OK), "a pipe that is read");
+    close(reader);
+    unlink(path);
     getrlimit(RLIMIT_FSIZE, &before);
     small.rlim_max = before.rlim_max;
     setrlimit(RLIMIT_FSIZE, &small);

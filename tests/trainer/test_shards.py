@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from runs import Runs, check, done
+from runs import Runs, check, done, wait_for
 
 runs, shards = Runs(sys.argv[1], sys.argv[2], "shards"), sys.argv[3]
 corpus, gpt2 = runs.root / "corpus", runs.root / "gpt2"
@@ -146,6 +146,20 @@ def test_two_at_once():
     check(sorted(p.name for p in folder.iterdir()) == ["shard_000000.bin"], "only shards")
 
 
+def test_shorter():
+    """A file that is cut at a line while the one before it is written: half of a corpus is none."""
+    both = runs.root / "cut"
+    both.mkdir()
+    (both / "a").write_text("some words\n" * 50000)
+    (both / "b.jsonl").write_text('{"text": "one"}\n' * 1000)
+    call = subprocess.Popen([shards, runs.root / "shorter", both, "--shard-tokens", "500"], stderr=subprocess.PIPE)
+    wait_for("a shard", (runs.root / "shorter.part/shard_000000.bin").exists)
+    os.truncate(both / "b.jsonl", 8000)
+    said = call.communicate()[1].decode()
+    check(call.returncode == 2 and "b.jsonl: ends at byte 8000; it had 16000" in said, said)
+    check(not (runs.root / "shorter").exists(), "half of a corpus")
+
+
 def test_one_after_another():
     """Calls that meet at the end of one of them: that one's shards are whole, and the others fail."""
     want = [file.read_bytes() for file in sorted(make("alone", corpus)[0].iterdir())]
@@ -231,6 +245,7 @@ test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
 test_one_after_another()
+test_shorter()
 test_refusals()
 test_slash()
 test_somebody_elses()

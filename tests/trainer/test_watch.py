@@ -193,6 +193,22 @@ def test_stalled_reader(text):
     check(printed.startswith(b"model: ") or b"data: " in printed, printed)
 
 
+def test_late_reader(text):
+    """Its output is a pipe that another program made non-blocking, and is full for a while: no line is lost."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writer, False)
+    out = runs.root / "late"
+    command = [runs.program, *SMALL, "--out-dir", str(out), "--data", str(text), "--steps", "300"]
+    run = subprocess.Popen(command, stdout=writer, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    os.close(writer)
+    rows = out / "training.csv"
+    wait_for("steps", lambda: rows.exists() and rows.read_text().count("\n") > 200)
+    with os.fdopen(reader, "rb") as printed:
+        steps = [line for line in printed.read().splitlines() if line.startswith(b"step ")]
+    check(run.wait(120) == 0 and len(steps) >= 300, run.returncode, len(steps))
+
+
 def test_two_in_one_folder(text):
     out, run = runs.start("shared", "--data", text, "--steps", 1000000)
     wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
@@ -246,6 +262,7 @@ with concurrent.futures.ThreadPoolExecutor() as beside:
     test_halt_from_outside(corpus)
     test_closed_output(corpus)
     test_stalled_reader(corpus)
+    test_late_reader(corpus)
     test_two_in_one_folder(corpus)
     test_told_to_end_in_a_sample(corpus)
     slow.result()

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,18 +51,23 @@ int files_open_anew(const char *path, fault *f) {
     return fd;
 }
 
+/* Of a pipe too that another program made non-blocking. */
+static ssize_t read_some(int fd, char *to, size_t bytes) {
+    struct pollfd empty = {.fd = fd, .events = POLLIN};
+    for (;;) {
+        ssize_t got = read(fd, to, bytes);
+        if (got >= 0 || (errno != EINTR && errno != EAGAIN)) return got;
+        if (errno == EAGAIN) (void)poll(&empty, 1, -1);
+    }
+}
+
 /* Takes over fd. */
 static char *read_all(int fd, const char *path, size_t most, size_t *bytes, fault *f) {
     size_t room = 65536, used = 0;
-    FILE *file = fdopen(fd, "rb");
-    if (!file) {
-        close(fd);
-        fault_set(f, "%s: out of memory", path);
-        return NULL;
-    }
+    ssize_t got = 1;
     char *text = malloc(room + 1);
-    while (text && !ferror(file) && !feof(file) && used <= most) {
-        used += fread(text + used, 1, room - used, file);
+    while (text && used <= most && (got = read_some(fd, text + used, room - used)) > 0) {
+        used += (size_t)got;
         if (used < room) continue;
         char *more = realloc(text, room * 2 + 1);
         if (!more) free(text);
@@ -70,12 +76,12 @@ static char *read_all(int fd, const char *path, size_t most, size_t *bytes, faul
     }
     if (!text)
         fault_set(f, "%s: out of memory", path);
-    else if (ferror(file))
+    else if (got < 0)
         fault_errno(f, "%s: cannot read", path);
     else if (used > most)
         fault_set(f, "%s: longer than the %zu bytes that are allowed", path, most);
-    bool ok = text && !ferror(file) && used <= most;
-    fclose(file);
+    bool ok = text && got >= 0 && used <= most;
+    close(fd);
     if (!ok) {
         free(text);
         return NULL;
@@ -124,6 +130,11 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
     while (bytes) {
         ssize_t put = write(fd, at, bytes);
         if (put < 0 && errno == EINTR) continue;
+        if (put < 0 && errno == EAGAIN) { /* a pipe that another program made so, and full */
+            struct pollfd full = {.fd = fd, .events = POLLOUT};
+            (void)poll(&full, 1, -1);
+            continue;
+        }
         if (put < 0) return fault_errno(f, "%s: cannot write", path);
         at += put;
         bytes -= (size_t)put;
@@ -177,9 +188,13 @@ bool files_draft_open(files_draft *d, const char *path, fault *f) {
     d->replaces = !d->in_place && files_exist(d->path);
     snprintf(d->aside, sizeof d->aside, "%s.%ld.tmp", d->path, (long)getpid());
     if (!d->in_place) unlink(d->aside); /* a killed process of that number may have left it */
-    d->fd = d->in_place ? open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)
+    int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_CLOEXEC;
+    d->fd = d->in_place ? open(path, flags, 0666)
                         : open(d->aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, s.st_mode & 0777);
+    if (d->fd < 0 && d->in_place && errno == ENXIO) /* which would be waited for */
+        return fault_set(f, "%s: a named pipe that nobody reads", path);
     if (d->fd < 0) return fault_errno(f, "%s: cannot create", path);
+    (void)fcntl(d->fd, F_SETFL, 0);
     if (d->replaces) (void)!fchmod(d->fd, s.st_mode & 0777);
     return true;
 }

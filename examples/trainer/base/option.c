@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #include "nsa.h"
 
@@ -40,7 +41,7 @@ static bool parse_number(const option *o, const char *text, double *value) {
 static bool parse_switch(const char *text, int64_t *value) {
     static const char *const words[] = {"false", "true", "no", "yes", "off", "on", "0", "1"};
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
-        if (strcmp(text, words[i])) continue;
+        if (strcasecmp(text, words[i])) continue; /* YAML has True and TRUE, as Python does */
         *value = (int64_t)(i % 2);
         return true;
     }

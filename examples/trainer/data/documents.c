@@ -42,6 +42,7 @@ bool documents_open(documents *d, int fd, const char *name, int64_t size, format
     memset(d, 0, sizeof *d);
     lines_open(&d->lines, fd, name, 0, cancel);
     d->by_line = wish == FORMAT_RECORDS;
+    d->size = size;
     if (!judge(d, size, wish, f)) return false;
     if (d->format.kind == FORMAT_SHARD)
         return fault_set(f, "%s: token shards, where text is read", name);
@@ -283,12 +284,21 @@ static lines_result next_line(documents *d, tokenizer *t, token_list *to, fault 
     return ok ? LINES_ONE : LINES_FAULT;
 }
 
+/* A file that has become shorter would be an epoch, or a corpus, that nobody asked for. */
+static bool check_end(const documents *d, fault *f) {
+    return d->lines.arrived >= d->size ||
+           fault_set(f, "%s: ends at byte %lld; it had %lld when the run began", d->lines.name,
+                     (long long)d->lines.arrived, (long long)d->size);
+}
+
 lines_result documents_next(documents *d, tokenizer *t, token_list *to, int64_t *offset, fault *f) {
     *offset = d->lines.offset;
     d->why[0] = 0;
-    if (d->format.kind == FORMAT_JSON_ARRAY) return next_element(d, t, to, f);
-    if (d->format.kind == FORMAT_TEXT && !d->by_line) return next_text(d, t, to, f);
-    return next_line(d, t, to, f);
+    bool is_text = d->format.kind == FORMAT_TEXT && !d->by_line;
+    lines_result r = d->format.kind == FORMAT_JSON_ARRAY ? next_element(d, t, to, f)
+                     : is_text                           ? next_text(d, t, to, f)
+                                                         : next_line(d, t, to, f);
+    return r == LINES_END && !check_end(d, f) ? LINES_FAULT : r;
 }
 
 char *documents_read_text(const char *path, size_t *bytes, fault *f) {

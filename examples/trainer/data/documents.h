@@ -17,6 +17,7 @@ typedef struct documents {
     bool by_line;         /* each line of a text is a document; else it is one */
     bool is_first;        /* of an array: nothing has been read */
     bool closed;          /* of an array: its ] is read */
+    int64_t size;         /* of the file when the run began; -1: a pipe */
     size_t seen, objects; /* of text by line: lines, and those that hold objects (format.h) */
     char why[200];        /* the last record is no document, "" where it is one */
 } documents;

@@ -119,21 +119,12 @@ static bool skip_record(stream *s, const char *why, int64_t offset, fault *f) {
     return true;
 }
 
-/* A file that has become shorter would be an epoch that nobody asked for. */
-static bool check_end(const stream *s, fault *f) {
-    int64_t end = s->documents.lines.arrived;
-    return s->size < 0 || end >= s->size ||
-           fault_set(f, "%s: ends at byte %lld; it had %lld when the run began", s->name,
-                     (long long)end, (long long)s->size);
-}
-
 /* Appends the next document of the open shard to `to`; LINES_END at the shard's end. */
 static lines_result read_document(stream *s, token_list *to, int64_t *offset, fault *f) {
     tokenizer *t = s->base.options->tokenizer;
     size_t before = to->count;
     do {
         lines_result r = documents_next(&s->documents, t, to, offset, f);
-        if (r == LINES_END && !check_end(s, f)) return LINES_FAULT;
         if (r != LINES_ONE) return r;
         const char *why = s->documents.why;
         if (why[0] && !skip_record(s, why, *offset, f)) return LINES_FAULT;

@@ -6,9 +6,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/clock.h"
+#include "base/files.h"
 #include "base/signals.h"
 
 enum { ROOM = 1 << 18, PARTING_S = 2 };
@@ -24,20 +24,9 @@ struct terminal {
     bool busy, stop, finished;
 };
 
-/* False: nobody will ever read it. */
-static bool write_all(int fd, const char *text, size_t bytes) {
-    while (bytes) {
-        ssize_t put = write(fd, text, bytes);
-        if (put < 0 && errno == EINTR) continue;
-        if (put < 0) return false;
-        text += put;
-        bytes -= (size_t)put;
-    }
-    return true;
-}
-
 static void *work(void *user) {
     terminal *t = user;
+    fault unused; /* nobody will ever read it */
     pthread_mutex_lock(&t->lock);
     for (;;) {
         while (!t->count && !t->stop) pthread_cond_wait(&t->changed, &t->lock);
@@ -49,7 +38,7 @@ static void *work(void *user) {
         t->count = 0;
         t->busy = true;
         pthread_mutex_unlock(&t->lock);
-        (void)write_all(t->fd, text, count);
+        (void)files_write_all(t->fd, "", text, count, &unused);
         pthread_mutex_lock(&t->lock);
         t->busy = false;
         pthread_cond_broadcast(&t->changed);

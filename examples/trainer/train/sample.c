@@ -70,6 +70,17 @@ int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t s
     return order[vocab - taken];
 }
 
+bool sample_check(const real *logits, int vocab, const char *path, size_t count, fault *f) {
+    for (int i = 0; i < vocab; i++)
+        if (!isfinite(logits[i]))
+            return fault_set(
+                f,
+                "%s: the model gives %g for the token behind the first %zu: its weights "
+                "are not finite, or too large",
+                path, (double)logits[i], count);
+    return true;
+}
+
 void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text,
                        int32_t *order) {
     size_t window = c->repetition_window < 0 ? text->count : (size_t)c->repetition_window;

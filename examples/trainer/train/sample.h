@@ -17,6 +17,10 @@
 int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
                      int32_t *order);
 
+/* Refuses logits that are no numbers, as weights that are none, or too large, give: any token could
+   be drawn. They follow `count` tokens; `path` is where the weights are from. */
+bool sample_check(const real *logits, int vocab, const char *path, size_t count, fault *f);
+
 /* Makes each token of the last c->repetition_window of the text (-1: of all of it, the prompt too)
    less likely, once: its logit is divided by c->repetition_penalty where it is above 0, else
    multiplied, as in CTRL (arXiv 1909.05858), transformers and llama.cpp. Below 1: more likely.
