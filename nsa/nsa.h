@@ -3690,7 +3690,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0; /* of one row it may be anything */
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0; /* of one row: anything */
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -4246,7 +4246,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -4795,7 +4795,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -5335,7 +5335,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -5900,7 +5900,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
