@@ -40,6 +40,7 @@ if(PROJECT_IS_TOP_LEVEL)
         file(RELATIVE_PATH nsa_include_from_pc "/${nsa_pc_dir}" "/${CMAKE_INSTALL_INCLUDEDIR}/nsa")
         set(nsa_pc_include "\${pcfiledir}/${nsa_include_from_pc}")
     endif()
+    string(REPLACE " " "\\ " nsa_pc_include "${nsa_pc_include}") # it splits words as a shell does
     configure_file(cmake/nsa.pc.in nsa.pc @ONLY)
     install(FILES "${PROJECT_BINARY_DIR}/nsa.pc" DESTINATION "${nsa_pc_dir}")
 endif()

@@ -2161,8 +2161,8 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
     !defined(NSA__WITHOUT_AVX) /* a test defines it: the wide tiles take longest to compile */
 #define NSA__HAS_AVX
 #endif
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define NSA__HAS_NEON
+#elif defined(__ARM_NEON) && defined(__aarch64__) && !defined(__AARCH64EB__)
+#define NSA__HAS_NEON /* big-endian, clang hands a vector to asm with its lanes turned */
 #elif defined(__wasm_simd128__)
 #define NSA__HAS_SIMD128
 #endif
@@ -2177,7 +2177,7 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #define NSA__HAS_BF16_BY_HAND
 #elif defined(NSA__HAS_AVX)
 #define NSA__HAS_AVX512_BF16
-#elif defined(NSA__HAS_NEON) && !defined(__AARCH64EB__) && \
+#elif defined(NSA__HAS_NEON) && \
     (defined(__linux__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define NSA__HAS_NEON_BF16
 #endif
@@ -3706,7 +3706,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0; /* of one row it may be anything */
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0; /* of one row: anything */
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -4278,7 +4278,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -4843,7 +4843,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -5399,7 +5399,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;
@@ -5980,7 +5980,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0;
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0;
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;

@@ -37,7 +37,7 @@ static nsa_attend attend(int b, int first, float *keys, float *values) {
 static nsa_status slice(const nsa_desc *d) {
     nsa_attend cmp = attend(0, d->first, k_cmp, v_cmp);
     nsa_attend slc = attend(1, d->first, k, v), win = attend(2, d->first, k, v);
-    nsa_select select = {cmp.q, cmp.k, cmp.lse, cmp.blocks};
+    nsa_select select = {cmp.q, cmp.k, cmp.lse, cmp.blocks, {0}, {0}};
     nsa_gate gate = {from(gates, d->first, 3), cmp.out, slc.out, win.out, from(out, d->first, D)};
     size_t sizes[] = {nsa_attend_cmp_forward_workspace_size(d), nsa_select_blocks_workspace_size(d),
                       nsa_attend_slc_forward_workspace_size(d),

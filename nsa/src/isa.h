@@ -11,8 +11,8 @@
     !defined(NSA__WITHOUT_AVX) /* a test defines it: the wide tiles take longest to compile */
 #define NSA__HAS_AVX
 #endif
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define NSA__HAS_NEON
+#elif defined(__ARM_NEON) && defined(__aarch64__) && !defined(__AARCH64EB__)
+#define NSA__HAS_NEON /* big-endian, clang hands a vector to asm with its lanes turned */
 #elif defined(__wasm_simd128__)
 #define NSA__HAS_SIMD128
 #endif
@@ -27,7 +27,7 @@
 #define NSA__HAS_BF16_BY_HAND
 #elif defined(NSA__HAS_AVX)
 #define NSA__HAS_AVX512_BF16
-#elif defined(NSA__HAS_NEON) && !defined(__AARCH64EB__) && \
+#elif defined(NSA__HAS_NEON) && \
     (defined(__linux__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define NSA__HAS_NEON_BF16
 #endif

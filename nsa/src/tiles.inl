@@ -473,7 +473,7 @@ NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, cons
                                       ptrdiff_t ld, nsa_real *to) {
     const nsa_dtype dtype = x->dtype;
     const ptrdiff_t bytes = (ptrdiff_t)nsa__dtype_bytes(dtype);
-    const ptrdiff_t apart = rows > 1 ? x->token * bytes : 0; /* of one row it may be anything */
+    const ptrdiff_t apart = rows > 1 ? (ptrdiff_t)x->token * bytes : 0; /* of one row: anything */
     const char *from = (const char *)row;
     for (int r = 0; r < rows; r++, to += ld) {
         int j = 0;

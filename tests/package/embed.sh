@@ -81,13 +81,13 @@ pkg_config)
     # A folder outside of the prefix, as Nix gives for headers, or for what nsa.pc lies in; CMake takes none in the tree.
     outside=$(mktemp -d)
     trap 'rm -rf "$outside"' EXIT
-    for given in INCLUDEDIR="$outside/include" DATADIR="$outside/share"; do
+    for given in INCLUDEDIR="$outside/an include" DATADIR="$outside/share"; do
         rm -rf build
         cmake -S "$root" -B build -DMESON_PS_LOADED=ON -DCMAKE_INSTALL_PREFIX="$dir/out" \
             -DCMAKE_INSTALL_"$given" >log 2>&1 || { cat log && exit 1; }
         cmake --install build >/dev/null
-        found=$(PKG_CONFIG_PATH=$dir/out/share/pkgconfig:$outside/share/pkgconfig pkg-config --cflags-only-I nsa)
-        found=${found% }
+        found=$(PKG_CONFIG_PATH=$dir/out/share/pkgconfig:$outside/share/pkgconfig pkg-config --cflags-only-I nsa |
+            xargs printf %s) # words as a shell reads them
         cmp "$root/nsa/nsa.h" "${found#-I}/nsa.h"
         rm -rf out "${outside:?}"/*
     done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# platform.sh NAME DIR: nsa.h on another C library or another machine: musl, 32-bit, Arm (NEON) and a
-# big-endian one, the last two under qemu-user. The examples must print what they print here, and a
+# platform.sh NAME DIR: nsa.h on another C library or another machine: musl, 32-bit, Arm (NEON) and two
+# big-endian ones, the last three under qemu-user. The examples must print what they print here, and a
 # few of the library's own tests must pass. Exit code 77: this machine has no such compiler.
 set -euo pipefail
 
@@ -48,14 +48,18 @@ aarch64)
     compiler=(aarch64-linux-gnu-gcc) package=gcc-aarch64-linux-gnu amount=little
     tests+=(test_decode test_attention test_compress test_attend_cmp test_attend_win test_attend_slc)
     ;;
+aarch64_be) # by clang, which has that machine's C library in the wheel of Zig
+    compiler=(python3 -m ziglang cc -target aarch64_be-linux-musl) package="ziglang, a package for Python" amount=little
+    tests+=(test_row_formats test_convert_rows)
+    ;;
 s390x)
     compiler=(s390x-linux-gnu-gcc) package=gcc-s390x-linux-gnu amount=little
     tests+=(test_decode test_attention)
     ;;
-*) echo "platform.sh: NAME is musl, 32bit, 32bit_sse2, aarch64 or s390x" && exit 2 ;;
+*) echo "platform.sh: NAME is musl, 32bit, 32bit_sse2, aarch64, aarch64_be or s390x" && exit 2 ;;
 esac
 has "${compiler[@]}"
-case $name in aarch64 | s390x) emulator "$name" "/usr/$name-linux-gnu" ;; esac
+case $name in aarch64* | s390x) emulator "$name" "/usr/$name-linux-gnu" ;; esac
 [ "$name" != aarch64 ] || run+=(-cpu max) # with BFDOT
 
 # check PROGRAM: prints what the examples print on this machine.

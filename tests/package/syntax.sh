@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # syntax.sh TARGET DIR: what clang says to nsa.h for a machine whose C library is not at hand: macOS on
-# arm64, Windows with MSVC's rules (clang-cl). The C library is a few declarations made here, so this is the
-# header's syntax and types alone: nothing is linked or run.
+# arm64, Windows with MSVC's rules (clang-cl), of 32 bits too. The C library is a few declarations made here,
+# so this is the header's syntax and types alone: nothing is linked or run.
 set -euo pipefail
 
 target=$1
