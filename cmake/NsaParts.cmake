@@ -211,7 +211,7 @@ endif()
 
 # Prints one line a part; the last thing that configuring says.
 function(nsa_report)
-    message(STATUS "nsa ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}, ${CMAKE_C_COMPILER_ID} "
+    message(STATUS "nsa ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}${CMAKE_CONFIGURATION_TYPES}, ${CMAKE_C_COMPILER_ID} "
         "${CMAKE_C_COMPILER_VERSION}")
     foreach(part IN LISTS NSA_PARTS)
         string(REPLACE "|" ";" part "${part}")
