@@ -51,19 +51,32 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     case NSA_ISA_AVX512_BF16:
 #endif
         return 1;
+/* A set that the flags promise is not asked for: Zig's runtime says no to every question (0.17). */
 #ifdef NSA__HAS_AVX
     case NSA_ISA_AVX2:
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+        return 1;
+#else
 #ifdef NSA__HAS_F16C
         if (!__builtin_cpu_supports("f16c")) return 0;
 #endif
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
     case NSA_ISA_AVX512:
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+        return 1;
+#else
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #endif
+#endif
 #ifdef NSA__HAS_AVX512_BF16
     case NSA_ISA_AVX512_BF16:
+#ifdef __AVX512BF16__
+        return 1;
+#else
         return nsa_isa_available(NSA_ISA_AVX512) && __builtin_cpu_supports("avx512bf16");
+#endif
 #endif
 #ifdef NSA__HAS_NEON_BF16
     case NSA_ISA_NEON_BF16: /* BFDOT: the compiler's flags may promise it; Linux says it */
