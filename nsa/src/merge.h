@@ -144,13 +144,14 @@ static void nsa__merge_token(const void *context, const nsa__seq *seq, int64_t t
     }
 }
 
-/* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
+/* Whether tokens, or sequences, share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
 static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
     const nsa_tensor *to[] = {&dx->out_a, &dx->out_b, &dx->lse_a, &dx->lse_b};
+    const nsa__shape all = nsa__query_shape(d, 1, 1);
     int shared = 0, heads = 0;
     for (int i = 0; i < 4; i++) {
-        if (!to[i]->data || nsa__query_shape(d, 1, 1).rows < 2) continue;
-        shared |= !to[i]->token;
+        if (!to[i]->data) continue;
+        shared |= (!to[i]->token && all.rows > 1) || (!to[i]->batch && all.batch > 1);
         heads |= !to[i]->head && d->heads > 1;
     }
     return shared ? 1 + heads : 0;
