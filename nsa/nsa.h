@@ -9873,10 +9873,11 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t batch, int
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
     memset(out, 0, (size_t)job->d->dim_v * sizeof *out);
-    for (int i = 0; i < 2; i++)
-        if (parts >> i & 1)
-            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
-                        job->d->dim_v);
+    if (parts == 1 || parts == 2) /* as it is: a sum would lose the sign of a 0 */
+        nsa__load(out, part[parts / 2]->dtype, nsa__row(part[parts / 2], batch, row, head),
+                  job->d->dim_v);
+    for (int i = 0; parts == 3 && i < 2; i++)
+        nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head), job->d->dim_v);
     nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
     nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
 }

@@ -209,7 +209,7 @@ static void bad_logarithms(void) {
         out[i] = reals(ROWS * D), lse[i] = reals(ROWS);
         dout[i] = reals(ROWS * D), dlse[i] = reals(ROWS);
         for (int r = 0; i < 2 && r < ROWS; r++) lse[i][r] = (nsa_real)pairs[r][i];
-        for (int j = 0; j < ROWS * D; j++) out[i][j] = (nsa_real)(i + 1);
+        for (int j = 0; j < ROWS * D; j++) out[i][j] = j % D ? (nsa_real)(i + 1) : (nsa_real)-0.0;
     }
     for (int j = 0; j < ROWS * D; j++) dout[2][j] = 1;
     const nsa_dtype real = NSA_REAL_DTYPE;
@@ -231,7 +231,10 @@ static void bad_logarithms(void) {
         int no_a = a == -INFINITY, no_b = b == -INFINITY, numbers = isfinite(a) && isfinite(b);
         double got = (double)out[2][r * D + D - 1], from_a = (double)dout[0][r * D];
         if (no_a || no_b) { /* the other part, bit for bit */
+            const double zero = (double)out[2][r * D];
             CHECK(got == (no_a && no_b ? 0 : no_a ? 2 : 1), "row %d: out %g", r, got);
+            CHECK((no_a && no_b) || isnan(a) || isnan(b) || (zero == 0 && signbit(zero)),
+                  "row %d: -0 became %g", r, zero);
             CHECK(from_a == !no_a, "row %d: dout_a %g", r, from_a);
             CHECK(no_a || dlse[0][r] == 0, "row %d: dlse_a %g", r, (double)dlse[0][r]);
         } else {
