@@ -342,8 +342,8 @@ typedef struct nsa_page_fault {
                            "not a page" */
 } nsa_page_fault;
 
-/* NSA_OK, or what every call that is given this descriptor returns, NSA_ERROR_RANGE or
-   NSA_ERROR_PAGES, and *fault (which may be NULL) the first fault. */
+/* NSA_OK, or what every call that is given this descriptor returns: if NSA_ERROR_RANGE or
+   NSA_ERROR_PAGES at firsts, counts or pages, *fault (which may be NULL) is the first fault. */
 NSA_API nsa_status nsa_check_pages(const nsa_desc *d, nsa_page_fault *fault);
 
 /* ---- Block index: which blocks there are, and which a query may see ---------------------------
@@ -433,7 +433,7 @@ typedef struct nsa_rope {
 NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude);
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
-/* dx.x += R^T dx.out, not in place. Options, positions, heads and dim are read from x. */
+/* dx.x += magnitude R^T dx.out, not in place. Options, positions, heads and dim are read from x. */
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
 
 /* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
@@ -739,8 +739,8 @@ NSA_API float nsa_bf16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_bf16(float x); /* to nearest, ties to even; NaN stays NaN */
 NSA_API float nsa_f16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_f16(float x);
-/* Rows of x in another dtype, to nearest, ties to even. Of 8 bits a scale is the largest magnitude
-   of its columns over 127 (f8: 448), and NaN if one is not finite: see docs/numerics.md. */
+/* Rows of x in another dtype, to nearest, ties to even; f64 by way of f32. Of 8 bits a scale is the
+   largest magnitude of its columns / 127 (f8: 448), NaN if one is not finite: docs/numerics.md */
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width);
 
@@ -2265,7 +2265,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
                         "output must keep its rows apart")                                         \
     X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                   \
     X(NSA_ERROR_SIZE,                                                                              \
-      "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
+      "out of range: batch, strides, window and hidden are >= 1, tokens, rows, list_heads, a "     \
+      "score's stride and max_rewind >= 0, "                                                       \
       "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
       "page_tokens >= 1, page_count and table_width >= 0, "                                        \
       "threads 0..65536, dims 1..576; of rope dim is even, base 0 or > 1, factor and "             \
@@ -2302,8 +2303,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_CACHE,                                                                             \
       "the cache has no room for these tokens (its desc.tokens in all, max_rewind + 1 at once), "  \
       "or is of another geometry")                                                                 \
-    X(NSA_ERROR_REWIND, "the cache does not hold this length: at most its newest length, at "      \
-                        "least that - max_rewind")                                                 \
+    X(NSA_ERROR_REWIND, "the cache does not hold this length: 0, or at most its length, and at "   \
+                        "least its newest length - max_rewind")                                    \
     X(NSA_ERROR_SHARED,                                                                            \
       "the incoming gradient of lse must not be forward's lse: give its own view, or none")        \
     X(NSA_ERROR_PAGES, "every page of a sequence's tokens must be in 0..page_count-1, and its "    \
@@ -6987,7 +6988,8 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
-    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    if (nsa__compress_check_arguments(x, d) != NSA_OK || nsa__check_backward(d, 1) != NSA_OK)
+        return 0;
     return nsa__compress_bytes(x, d, 1, nsa__threads(d));
 }
 
@@ -9884,10 +9886,11 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t batch, int
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
     memset(out, 0, (size_t)job->d->dim_v * sizeof *out);
-    for (int i = 0; i < 2; i++)
-        if (parts >> i & 1)
-            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
-                        job->d->dim_v);
+    if (parts == 1 || parts == 2) /* as it is: a sum would lose the sign of a 0 */
+        nsa__load(out, part[parts / 2]->dtype, nsa__row(part[parts / 2], batch, row, head),
+                  job->d->dim_v);
+    for (int i = 0; parts == 3 && i < 2; i++)
+        nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head), job->d->dim_v);
     nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
     nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
 }
@@ -9970,13 +9973,14 @@ static void nsa__merge_token(const void *context, const nsa__seq *seq, int64_t t
     }
 }
 
-/* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
+/* Whether tokens, or sequences, share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
 static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
     const nsa_tensor *to[] = {&dx->out_a, &dx->out_b, &dx->lse_a, &dx->lse_b};
+    const nsa__shape all = nsa__query_shape(d, 1, 1);
     int shared = 0, heads = 0;
     for (int i = 0; i < 4; i++) {
-        if (!to[i]->data || nsa__query_shape(d, 1, 1).rows < 2) continue;
-        shared |= !to[i]->token;
+        if (!to[i]->data) continue;
+        shared |= (!to[i]->token && all.rows > 1) || (!to[i]->batch && all.batch > 1);
         heads |= !to[i]->head && d->heads > 1;
     }
     return shared ? 1 + heads : 0;
@@ -10803,7 +10807,8 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
                                                      const nsa_attention *x, const nsa_desc *d) {
     nsa__chain_gradient g;
     nsa__arena a = {NULL, 0};
-    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
+    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx || nsa__check_backward(d, 1) != NSA_OK)
+        return 0;
     nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
 }

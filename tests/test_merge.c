@@ -209,7 +209,7 @@ static void bad_logarithms(void) {
         out[i] = reals(ROWS * D), lse[i] = reals(ROWS);
         dout[i] = reals(ROWS * D), dlse[i] = reals(ROWS);
         for (int r = 0; i < 2 && r < ROWS; r++) lse[i][r] = (nsa_real)pairs[r][i];
-        for (int j = 0; j < ROWS * D; j++) out[i][j] = (nsa_real)(i + 1);
+        for (int j = 0; j < ROWS * D; j++) out[i][j] = j % D ? (nsa_real)(i + 1) : (nsa_real)-0.0;
     }
     for (int j = 0; j < ROWS * D; j++) dout[2][j] = 1;
     const nsa_dtype real = NSA_REAL_DTYPE;
@@ -231,7 +231,10 @@ static void bad_logarithms(void) {
         int no_a = a == -INFINITY, no_b = b == -INFINITY, numbers = isfinite(a) && isfinite(b);
         double got = (double)out[2][r * D + D - 1], from_a = (double)dout[0][r * D];
         if (no_a || no_b) { /* the other part, bit for bit */
+            const double zero = (double)out[2][r * D];
             CHECK(got == (no_a && no_b ? 0 : no_a ? 2 : 1), "row %d: out %g", r, got);
+            CHECK((no_a && no_b) || isnan(a) || isnan(b) || (zero == 0 && signbit(zero)),
+                  "row %d: -0 became %g", r, zero);
             CHECK(from_a == !no_a, "row %d: dout_a %g", r, from_a);
             CHECK(no_a || dlse[0][r] == 0, "row %d: dlse_a %g", r, (double)dlse[0][r]);
         } else {
@@ -246,26 +249,35 @@ static void bad_logarithms(void) {
 }
 
 #ifndef CHECK_CUDA
-/* A part that many rows share, with a logit and a value: of each head, of all, or of each sequence.
-   The rows of its gradient are those of x with strides of 0, and so are sums. */
+/* A part that many rows share, with a logit and a value: of each head, of all, of each sequence or
+   of each place. The rows of its gradient are those of x with strides of 0, and so are sums. */
 typedef struct sink {
     const char *name;
     int sequences, heads; /* 1: each has its own */
     nsa_dtype dtype;      /* of its value */
+    int tokens;           /* 1: each has its own, and all sequences have the same */
 } sink;
 
-enum { SINK_B = 3, SINK_T = 37, SINK_H = 4, SINK_D = 24, SINK_ROWS = SINK_B * SINK_T * SINK_H };
+enum {
+    SINK_B = 3,
+    SINK_T = 37,
+    SINK_H = 4,
+    SINK_D = 24,
+    SINK_ROWS = SINK_B * SINK_T * SINK_H,
+    SINK_SHARED = SINK_T * SINK_H /* rows of the shared part, at most */
+};
 
 /* One part of its own for each row, its logit and value; the other, shared by rows. */
 typedef struct sink_problem {
     nsa_desc d;
     nsa_merge x, dx;
-    nsa_real *logit, *value, *dlogit, *dvalue; /* of the shared part: (B, H) and (B, H, D) */
+    nsa_real *logit, *value, *dlogit, *dvalue; /* of the shared part: (B or T, H) and (.., D) */
     uint16_t *stored;                          /* the value as bf16 */
 } sink_problem;
 
 static nsa_tensor sink_rows(const sink *s, void *data, nsa_dtype dtype, int width) {
-    nsa_tensor x = {data, dtype, s->sequences ? SINK_H * width : 0, 0, s->heads ? width : 0};
+    nsa_tensor x = {data, dtype, s->sequences ? SINK_H * width : 0, s->tokens ? SINK_H * width : 0,
+                    s->heads ? width : 0};
     return x;
 }
 
@@ -280,7 +292,7 @@ static sink_problem sink_problem_of(const sink *s, const int32_t *begins) {
     memset(&p, 0, sizeof p);
     p.d = nsa_desc_default(SINK_B, SINK_T, SINK_H, 1, SINK_D);
     p.d.begins = begins;
-    p.stored = (uint16_t *)reals(SINK_B * SINK_H * SINK_D);
+    p.stored = (uint16_t *)reals(SINK_SHARED * SINK_D);
     const nsa_dtype real = NSA_REAL_DTYPE;
     nsa_tensor *rows[] = {&p.x.out_a, &p.x.lse_a, &p.x.out,    &p.x.lse,
                           &p.dx.out,  &p.dx.lse,  &p.dx.out_a, &p.dx.lse_a};
@@ -291,13 +303,12 @@ static sink_problem sink_problem_of(const sink *s, const int32_t *begins) {
                              : reals(SINK_ROWS * SINK_D);
         *rows[i] = nsa_tensor_bthd(data, real, SINK_T, SINK_H, width);
     }
-    p.logit = normal_reals(60, SINK_B * SINK_H),
-    p.value = normal_reals(61, SINK_B * SINK_H * SINK_D);
-    for (int i = 0; s->dtype == NSA_BF16 && i < SINK_B * SINK_H * SINK_D; i++) {
+    p.logit = normal_reals(60, SINK_SHARED), p.value = normal_reals(61, SINK_SHARED * SINK_D);
+    for (int i = 0; s->dtype == NSA_BF16 && i < SINK_SHARED * SINK_D; i++) {
         const uint16_t half = nsa_f32_to_bf16((float)p.value[i]);
         p.value[i] = (nsa_real)nsa_bf16_to_f32(half), p.stored[i] = half;
     }
-    p.dlogit = reals(SINK_B * SINK_H), p.dvalue = reals(SINK_B * SINK_H * SINK_D);
+    p.dlogit = reals(SINK_SHARED), p.dvalue = reals(SINK_SHARED * SINK_D);
     p.x.lse_b = sink_rows(s, p.logit, real, 1), p.x.out_b = sink_rows(s, p.value, real, SINK_D);
     if (s->dtype == NSA_BF16) p.x.out_b = sink_rows(s, p.stored, NSA_BF16, SINK_D);
     p.dx.lse_b = sink_rows(s, p.dlogit, real, 1);
@@ -310,7 +321,9 @@ static void sink_reference(const sink *s, const sink_problem *p, double *dlogit,
     const nsa_real *out_a = (nsa_real *)p->x.out_a.data, *lse_a = (nsa_real *)p->x.lse_a.data;
     const nsa_real *dout = (nsa_real *)p->dx.out.data, *dlse = (nsa_real *)p->dx.lse.data;
     for (int r = 0; r < SINK_ROWS; r++) {
-        int of = (s->sequences ? r / (SINK_T * SINK_H) * SINK_H : 0) + (s->heads ? r % SINK_H : 0);
+        const int token = r / SINK_H, of = (s->sequences ? token / SINK_T * SINK_H : 0) +
+                                           (s->tokens ? token % SINK_T * SINK_H : 0) +
+                                           (s->heads ? r % SINK_H : 0);
         double a = exp((double)lse_a[r]), b = exp((double)p->logit[of]), along = 0;
         for (int c = 0; c < SINK_D; c++) {
             double of_out = (double)dout[r * SINK_D + c];
@@ -357,7 +370,8 @@ static void sink_gradcheck(sink_problem *p, nsa_real *x, const nsa_real *dx, int
 #endif
 
 static void shared_sink(const sink *s, const int32_t *begins) {
-    const int rows = (s->sequences ? SINK_B : 1) * SINK_H, width = rows * SINK_D;
+    const int places = s->sequences ? SINK_B : s->tokens ? SINK_T : 1;
+    const int rows = places * SINK_H, width = rows * SINK_D;
     double *dlogit = ref_zeros((size_t)rows), *dvalue = ref_zeros((size_t)width);
     double *got = ref_zeros((size_t)width);
     unsigned char *first[2] = {NULL, NULL};
@@ -397,13 +411,14 @@ static void shared_sink(const sink *s, const int32_t *begins) {
 
 static void shared_sinks(void) {
     static const int32_t begins[] = {0, SINK_T, 2 * SINK_T, 3 * SINK_T};
-    static const sink sinks[] = {{"one a head", 0, 1, NSA_REAL_DTYPE},
-                                 {"one for all", 0, 0, NSA_REAL_DTYPE},
-                                 {"one a head and sequence", 1, 1, NSA_REAL_DTYPE},
-                                 {"one a head, in bf16", 0, 1, NSA_BF16}};
+    static const sink sinks[] = {{"one a head", 0, 1, NSA_REAL_DTYPE, 0},
+                                 {"one for all", 0, 0, NSA_REAL_DTYPE, 0},
+                                 {"one a head and sequence", 1, 1, NSA_REAL_DTYPE, 0},
+                                 {"one a head and token", 0, 1, NSA_REAL_DTYPE, 1},
+                                 {"one a head, in bf16", 0, 1, NSA_BF16, 0}};
     for (int i = 0; i < COUNT(sinks); i++) {
         shared_sink(&sinks[i], NULL);
-        if (!sinks[i].sequences) shared_sink(&sinks[i], begins);
+        if (!sinks[i].sequences && !sinks[i].tokens) shared_sink(&sinks[i], begins);
     }
 }
 #endif

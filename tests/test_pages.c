@@ -734,7 +734,7 @@ static void test_begins(void) {
     }
 }
 
-/* What has no backward, and a cache, name the field. */
+/* What has no backward, which is of no size, and a cache, name the field. */
 static void test_not_computed(void) {
     static const int32_t zeros[] = {0, 0}, table[] = {0, 0};
     static const struct {
@@ -766,6 +766,14 @@ static void test_not_computed(void) {
         CHECK(nsa_status_kind(s) == NSA_ERROR_OPTION &&
                   !strcmp(nsa_status_where(s), calls[i].field),
               "%s at \"%s\"", nsa_status_name(s), nsa_status_where(s));
+        const size_t bytes = calls[i].of == CMP     ? cmp_bs(x, x, &d)
+                             : calls[i].of == SLC   ? slc_bs(x, x, &d)
+                             : calls[i].of == WIN   ? win_bs(x, x, &d)
+                             : calls[i].of == DENSE ? dense_bs(x, x, &d)
+                             : calls[i].of == COMPRESS
+                                 ? nsa_compress_backward_workspace_size(phi, &d)
+                                 : nsa_attention_backward_workspace_size(chain, chain, &d);
+        CHECK(bytes == 0, "a workspace of %zu bytes", bytes);
         nsa_cache cache;
         s = nsa_cache_init(&cache, &d, NSA_F32, 0, x, sizeof x);
         CHECK(nsa_status_kind(s) == NSA_ERROR_OPTION &&

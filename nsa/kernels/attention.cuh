@@ -158,7 +158,9 @@ extern "C" size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention
                                                              const nsa_desc *d) {
     nsa__cuda_chain_gradient g;
     nsa__arena a = {NULL, 0};
-    if (nsa__cuda_attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
+    if (nsa__cuda_attention_check_sizes(x, d) != NSA_OK || !dx ||
+        nsa__check_backward(d, 1) != NSA_OK)
+        return 0;
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
     return nsa__cuda_arena_bytes(&a);
 }

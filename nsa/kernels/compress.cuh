@@ -256,8 +256,9 @@ extern "C" size_t nsa_cuda_compress_forward_workspace_size(const nsa_compress *x
 }
 extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *x,
                                                             const nsa_desc *d) {
-    return nsa__cuda_compress_check_sizes(x, d, 0) == NSA_OK ? nsa__cuda_compress_bytes(x, d, 1)
-                                                             : 0;
+    if (nsa__cuda_compress_check_sizes(x, d, 0) != NSA_OK || nsa__check_backward(d, 1) != NSA_OK)
+        return 0;
+    return nsa__cuda_compress_bytes(x, d, 1);
 }
 
 /* The launches alone, for the entry point and for the chain, where dx.x may be a sum. */

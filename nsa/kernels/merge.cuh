@@ -55,7 +55,10 @@ static __global__ void nsa__cuda_merge_forward_kernel(nsa_desc d, nsa_merge x,
     nsa__cuda_merge_load(a, x.out_a, m.w[0], p, t);
     nsa__cuda_merge_load(b, x.out_b, m.w[1], p, t);
 #pragma unroll
-    for (int c = 0; c < 8; c++) out[c] = m.w[0] * a[c] + m.w[1] * b[c];
+    for (int c = 0; c < 8; c++) { /* a part alone as it is: a sum would lose the sign of a 0 */
+        const float of_b = m.w[1] * b[c];
+        out[c] = m.w[1] == 0.0f ? m.w[0] * a[c] : m.w[0] == 0.0f ? of_b : m.w[0] * a[c] + of_b;
+    }
     nsa__store8(x.out.dtype, nsa__row_at(x.out, p.s.batch, t, p.head), p.c, out);
     if (p.c == 0) *nsa__row_of<float>(x.lse, p.s.batch, t, p.head) = m.lse;
 }

@@ -341,8 +341,8 @@ typedef struct nsa_page_fault {
                            "not a page" */
 } nsa_page_fault;
 
-/* NSA_OK, or what every call that is given this descriptor returns, NSA_ERROR_RANGE or
-   NSA_ERROR_PAGES, and *fault (which may be NULL) the first fault. */
+/* NSA_OK, or what every call that is given this descriptor returns: if NSA_ERROR_RANGE or
+   NSA_ERROR_PAGES at firsts, counts or pages, *fault (which may be NULL) is the first fault. */
 NSA_API nsa_status nsa_check_pages(const nsa_desc *d, nsa_page_fault *fault);
 
 /* ---- Block index: which blocks there are, and which a query may see ---------------------------
@@ -432,7 +432,7 @@ typedef struct nsa_rope {
 NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude);
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
-/* dx.x += R^T dx.out, not in place. Options, positions, heads and dim are read from x. */
+/* dx.x += magnitude R^T dx.out, not in place. Options, positions, heads and dim are read from x. */
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
 
 /* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
@@ -738,8 +738,8 @@ NSA_API float nsa_bf16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_bf16(float x); /* to nearest, ties to even; NaN stays NaN */
 NSA_API float nsa_f16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_f16(float x);
-/* Rows of x in another dtype, to nearest, ties to even. Of 8 bits a scale is the largest magnitude
-   of its columns over 127 (f8: 448), and NaN if one is not finite: see docs/numerics.md. */
+/* Rows of x in another dtype, to nearest, ties to even; f64 by way of f32. Of 8 bits a scale is the
+   largest magnitude of its columns / 127 (f8: 448), NaN if one is not finite: docs/numerics.md */
 NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, int batch,
                                     int tokens, int heads, int width);
 

@@ -255,7 +255,8 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
                                                      const nsa_attention *x, const nsa_desc *d) {
     nsa__chain_gradient g;
     nsa__arena a = {NULL, 0};
-    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
+    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx || nsa__check_backward(d, 1) != NSA_OK)
+        return 0;
     nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
 }

@@ -20,7 +20,8 @@
                         "output must keep its rows apart")                                         \
     X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                   \
     X(NSA_ERROR_SIZE,                                                                              \
-      "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
+      "out of range: batch, strides, window and hidden are >= 1, tokens, rows, list_heads, a "     \
+      "score's stride and max_rewind >= 0, "                                                       \
       "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
       "page_tokens >= 1, page_count and table_width >= 0, "                                        \
       "threads 0..65536, dims 1..576; of rope dim is even, base 0 or > 1, factor and "             \
@@ -57,8 +58,8 @@
     X(NSA_ERROR_CACHE,                                                                             \
       "the cache has no room for these tokens (its desc.tokens in all, max_rewind + 1 at once), "  \
       "or is of another geometry")                                                                 \
-    X(NSA_ERROR_REWIND, "the cache does not hold this length: at most its newest length, at "      \
-                        "least that - max_rewind")                                                 \
+    X(NSA_ERROR_REWIND, "the cache does not hold this length: 0, or at most its length, and at "   \
+                        "least its newest length - max_rewind")                                    \
     X(NSA_ERROR_SHARED,                                                                            \
       "the incoming gradient of lse must not be forward's lse: give its own view, or none")        \
     X(NSA_ERROR_PAGES, "every page of a sequence's tokens must be in 0..page_count-1, and its "    \

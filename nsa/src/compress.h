@@ -503,7 +503,8 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
-    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    if (nsa__compress_check_arguments(x, d) != NSA_OK || nsa__check_backward(d, 1) != NSA_OK)
+        return 0;
     return nsa__compress_bytes(x, d, 1, nsa__threads(d));
 }
 

@@ -58,10 +58,11 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t batch, int
     int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
                                    nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
     memset(out, 0, (size_t)job->d->dim_v * sizeof *out);
-    for (int i = 0; i < 2; i++)
-        if (parts >> i & 1)
-            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
-                        job->d->dim_v);
+    if (parts == 1 || parts == 2) /* as it is: a sum would lose the sign of a 0 */
+        nsa__load(out, part[parts / 2]->dtype, nsa__row(part[parts / 2], batch, row, head),
+                  job->d->dim_v);
+    for (int i = 0; parts == 3 && i < 2; i++)
+        nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head), job->d->dim_v);
     nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
     nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
 }
@@ -144,13 +145,14 @@ static void nsa__merge_token(const void *context, const nsa__seq *seq, int64_t t
     }
 }
 
-/* Whether tokens share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
+/* Whether tokens, or sequences, share a row of a gradient: 0 no, 1 yes, 2 heads share it too. */
 static int nsa__merge_sharers(const nsa_merge *dx, const nsa_desc *d) {
     const nsa_tensor *to[] = {&dx->out_a, &dx->out_b, &dx->lse_a, &dx->lse_b};
+    const nsa__shape all = nsa__query_shape(d, 1, 1);
     int shared = 0, heads = 0;
     for (int i = 0; i < 4; i++) {
-        if (!to[i]->data || nsa__query_shape(d, 1, 1).rows < 2) continue;
-        shared |= !to[i]->token;
+        if (!to[i]->data) continue;
+        shared |= (!to[i]->token && all.rows > 1) || (!to[i]->batch && all.batch > 1);
         heads |= !to[i]->head && d->heads > 1;
     }
     return shared ? 1 + heads : 0;
