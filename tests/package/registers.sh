@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # registers.sh COMPILER DIR: the sums of a product are held in registers at -O1 and -O2, which is what people build
-# with; and the sets that the flags promise are used. A loop over an array that a compiler does not unroll there keeps the array in memory, and takes twice as long.
+# with; and the sets that the flags promise are used. A loop over an array that a compiler does not unroll there
+# keeps the array in memory, and takes twice as long.
 set -euo pipefail
 
 compiler=$1
