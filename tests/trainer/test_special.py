@@ -164,8 +164,12 @@ def test_odd_tokenizers():
     for i, contents in enumerate((("<x>th", "h<x>"), ("<x>the", "<x>"), ("a the", "e<x>"), ("the<x>the", "e<x"))):
         ordinary = token(261, contents[0]) | {"normalized": True, "special": False}  # looked for after the others
         compare(f"ordinary{i}", tokenizer_json(vocab, [ordinary, token(262, contents[1])], None), text)
-    composed = tokenizer_json(vocab, [token(300, "e\u0301") | {"normalized": True}], None)
-    compare("normal", composed | {"normalizer": {"type": "NFC"}}, text, False)
+    accents = "the<x>the<x>\u0338 the<y\u0301 e\u0301 in<x>".encode()  # two of which are composed first
+    composed, form_c = token(261, "e\u0301") | {"normalized": True}, {"normalizer": {"type": "NFC"}}
+    ran = compare("normal", tokenizer_json(vocab, [composed], None) | form_c, text, False)
+    for i, contents in enumerate((("<x>",), ("<y",), ("e",), ("n<x", "<x>"))):
+        added = [token(261 + k, content) | {"normalized": not k} for k, content in enumerate(contents)]
+        compare(f"accent{i}", tokenizer_json(vocab, added, None) | form_c, accents, "utf8proc" not in ran.stderr)
     for key, value in (("dropout", 0.5), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "##"),
                        ("byte_fallback", True), ("merges", [["t", "h", "e"]])):
         whole = tokenizer_json(vocab, [], None)

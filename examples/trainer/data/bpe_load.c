@@ -3,7 +3,6 @@
    tokenizer.json has both, and how a text is split. Twin: bpe_vocab.h. */
 #include "data/bpe_vocab.h"
 
-#include <ctype.h>
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
@@ -348,8 +347,7 @@ static bool check_kind(const json_t *model, const char *path, fault *f) {
 
 /* Of an added token its id, -1 where it is none that is taken as it stands. The package knows a
    token that the vocabulary spells so by the vocabulary's id, whatever its own is. One may ask to
-   be looked for in normalized text: of ASCII and with an end that takes no accent it stands there
-   where it stood before. */
+   be looked for in normalized text, which spells ASCII as it is. */
 static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t *x) {
     static const char *const off[] = {"lstrip", "rstrip", "single_word"};
     const char *content = json_string_value(json_object_get(x, "content"));
@@ -359,7 +357,7 @@ static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t
     for (size_t i = 0; i < sizeof off / sizeof *off; i++)
         if (json_is_true(json_object_get(x, off[i]))) return -1;
     for (const char *c = content; normal && c && *c; c++)
-        if ((unsigned char)*c >= 0x80 || (!c[1] && isalpha((unsigned char)*c))) return -1;
+        if ((unsigned char)*c >= 0x80) return -1;
     json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
     return value < TOKEN_LIMIT && json_string_length(json_object_get(x, "content")) ? value : -1;
 }
@@ -403,7 +401,7 @@ static bool measure_added(bpe_vocab *v, const json_t *vocab, const json_t *list,
             ok = fault_set(f,
                            "%s: added_tokens, number %zu: must have an id in 0 .. %d and a "
                            "content; lstrip, rstrip and single_word must be false, and with NFC "
-                           "normalized too where it is not ASCII or ends in a letter",
+                           "normalized too where it is not ASCII",
                            path, i, TOKEN_LIMIT - 1);
         else if (!check_number(vocab, numbers, x, id, &largest, &why))
             ok = fault_set(f, "%s: added_tokens, number %zu: %.400s", path, i, why.text);
