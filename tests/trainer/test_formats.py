@@ -172,6 +172,10 @@ def test_text():
         train(place({name: data + b" upon a time\n" * 40}) / name, "--dataset", "text")
     refuses("corpus.jsonl", MARK + b"<html>\n<h1>Please log in</h1>",
             "a page of the web (HTML): take its text out first")
+    for word, at in (("ORCHARDS", 0), ("ID3 for trees", 0), ("RIFF raff", 0), ("GGUF", 0), ("PAR15", 0), ("GIF89a", 0),
+                     ("custard", 255), ("OggS", 3)):  # what binary files begin with, but for what follows there
+        words = (b"." * at + word.encode() + b" \x1b[1mand\f more words\n") * 20
+        reads("word.txt", words, words, trains=at > 0)
     reads("angle.txt", b"<htmx> is no page\n" * 40, b"<htmx> is no page\n" * 40)
     bare = place({"zeros.dat": b"a\0b\n" * 99}) / "zeros.dat"
     refuses("zeros.dat", b"a\0b\n" * 99, "holds zero bytes", "--dataset text", trains=True)
@@ -230,7 +234,7 @@ def test_strangers():
         "lz4": b"\x04\x22\x4d\x18", "7z": b"7z\xbc\xaf\x27\x1c\0\4", "RAR": b"Rar!\x1a\x07\1\0", "PDF": b"%PDF-1.7\n",
         "a PDF": MARK + b"%PDF-1.4\n", "PostScript": b"%!PS-Adobe-3.0\n",
         "tar": b"a" + bytes(256) + b"ustar\x0000", "ELF": b"\x7fELF\2\1\1", "PNG": b"\x89PNG\r\n\x1a\n",
-        "JPEG": b"\xff\xd8\xff\xe0\0", "GIF": b"GIF89a", "RIFF": b"RIFF\0\0\0\0WAVE", "GGUF": b"GGUF\3\0\0\0",
+        "JPEG": b"\xff\xd8\xff\xe0\0", "GIF": b"GIF89a\x10\0", "RIFF": b"RIFF\0\0\0\0WAVE", "GGUF": b"GGUF\3\0\0\0",
         "safetensors": struct.pack("<Q", 40) + b'{"a": {}}', "(safetensors)":
         struct.pack("<Q", 40) + b'{ \n"a": {}}', "pickle": b"\x80\x04\x95\0\0", "Office":
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "RTF": b"{\\rtf1\\ansi", "Git LFS":
