@@ -435,3 +435,13 @@ bool format_of(file_format *to, const char *path, format_wish wish, fault *f) {
     lines_close(&l);
     return ok;
 }
+
+bool format_prompt(const char *name, const char **text, size_t *bytes, fault *f) {
+    file_format unused;
+    size_t mark = mark_bytes(*text, *bytes);
+    if (packing_of(*text, *bytes) != FORMAT_PLAIN)
+        return fault_set(f, "%.700s: packed by gzip or zstd: unpack it first", name);
+    *text += mark;
+    *bytes -= mark;
+    return check_stranger(&unused, name, *text, *bytes, false, f);
+}
