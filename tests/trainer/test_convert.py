@@ -586,6 +586,12 @@ class Convert(unittest.TestCase):
         done = subprocess.run(command, capture_output=True, text=True,
                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
         self.assertIn("model.bin: cannot write: File too large", done.stderr)
+        weights = out / "checkpoints/latest/model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-4])
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertRegex(done.stderr, r"has \d+ numbers, and a shape of .*: cut short")
+        weights.write_bytes(whole)
         change(out / "checkpoints/latest", KINDS["nan"][0])
         done = subprocess.run(command, capture_output=True, text=True)
         self.assertIn("model.safetensors: norm.weight has numbers that are not finite", done.stderr)
