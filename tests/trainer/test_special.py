@@ -165,6 +165,10 @@ def test_odd_tokenizers():
         ordinary = token(261, contents[0]) | {"normalized": True, "special": False}  # looked for after the others
         compare(f"ordinary{i}", tokenizer_json(vocab, [ordinary, token(262, contents[1])], None), text)
     accents = "the<x>the<x>\u0338 the<y\u0301 e\u0301 in<x>".encode()  # two of which are composed first
+    listed = {**vocab, "\uff5cend\u2581of\uff5c": 261, "a b": 262}  # as BpeTrainer lists special tokens
+    added = [token(261, "\uff5cend\u2581of\uff5c"), token(262, "a b")]
+    compare("listed", tokenizer_json(listed, added, None), "the a b\uff5cend\u2581of\uff5c in\uff5c".encode())
+    compare("unlisted", tokenizer_json(listed, added[1:], None), text, False)
     composed, form_c = token(261, "e\u0301") | {"normalized": True}, {"normalizer": {"type": "NFC"}}
     ran = compare("normal", tokenizer_json(vocab, [composed], None) | form_c, text, False)
     for i, contents in enumerate((("<x>",), ("<y",), ("e",), ("n<x", "<x>"))):

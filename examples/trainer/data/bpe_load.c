@@ -116,13 +116,28 @@ static bool measure(bpe_vocab *v, json_t *root, const char *path, size_t *bytes,
     return true;
 }
 
-static bool fill_vocab(bpe_vocab *v, json_t *root, const char *path, fault *f) {
+/* The contents of added tokens, as the keys of an object. */
+static json_t *contents_of(const json_t *added) {
+    json_t *all = json_object();
+    for (size_t i = 0; i < json_array_size(added); i++) {
+        const char *one = json_string_value(json_object_get(json_array_get(added, i), "content"));
+        if (one && *one) (void)json_object_set_new(all, one, json_true());
+    }
+    return all;
+}
+
+/* `special`: whoever makes a tokenizer.json may list its added tokens among the others, spelled as
+   they are: no bytes are joined to these. */
+static bool fill_vocab(bpe_vocab *v, json_t *root, const json_t *special, const char *path,
+                       fault *f) {
     const char *token;
     json_t *value;
     size_t used = 0;
     json_object_foreach(root, token, value) {
         int32_t id = (int32_t)json_integer_value(value);
         int64_t n = unspell(token, token + strlen(token), v->arena + used);
+        bool whole = n <= 0 && json_object_get(special, token);
+        if (whole) memcpy(v->arena + used, token, (size_t)(n = (int64_t)strlen(token)));
         if (n <= 0)
             return fault_set(f, "%s: token \"%.60s\" is not spelled in GPT-2's byte alphabet", path,
                              token);
@@ -131,7 +146,7 @@ static bool fill_vocab(bpe_vocab *v, json_t *root, const char *path, fault *f) {
                              token);
         v->tokens[id].begin = used;
         v->tokens[id].bytes = (size_t)n;
-        v->ids[id_slot(v, v->arena + used, (size_t)n)] = id;
+        if (!whole) v->ids[id_slot(v, v->arena + used, (size_t)n)] = id;
         used += (size_t)n;
     }
     return true;
@@ -148,21 +163,22 @@ static bool find_bytes(bpe_vocab *v, const char *path, fault *f) {
 }
 
 /* The tokens of root, in an arena of so many bytes. */
-static bool take_tokens(bpe_vocab *v, json_t *root, size_t bytes, const char *path, fault *f) {
+static bool take_tokens(bpe_vocab *v, json_t *root, const json_t *special, size_t bytes,
+                        const char *path, fault *f) {
     v->tokens = calloc((size_t)v->size, sizeof *v->tokens);
     v->arena = malloc(bytes + 1);
     v->ids = malloc(v->id_slots * sizeof *v->ids);
     if (!v->tokens || !v->arena || !v->ids) return fault_set(f, "%s: out of memory", path);
     memset(v->ids, 0xff, v->id_slots * sizeof *v->ids); /* all -1 */
-    return fill_vocab(v, root, path, f);
+    return fill_vocab(v, root, special, path, f);
 }
 
 static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
     static const char end[] = "<|endoftext|>";
     size_t bytes;
     json_t *root = json_file_read(path, &json_of_tokens, f);
-    bool ok = root && measure(v, root, path, &bytes, f) && take_tokens(v, root, bytes, path, f) &&
-              find_bytes(v, path, f);
+    bool ok = root && measure(v, root, path, &bytes, f) &&
+              take_tokens(v, root, NULL, bytes, path, f) && find_bytes(v, path, f);
     if (ok) v->end_of_text = bpe_vocab_id(v, end, sizeof end - 1);
     if (ok && v->end_of_text < 0) ok = fault_set(f, "%s: no token %s", path, end);
     if (ok) ok = (v->added = malloc(sizeof *v->added)) || fault_set(f, "%s: out of memory", path);
@@ -565,6 +581,7 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     json_t *root = json_file_read(path, &json_of_tokens, f);
     json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
     const json_t *added = json_object_get(root, "added_tokens");
+    json_t *special = contents_of(added);
     const json_t *version = json_object_get(root, "version");
     bool ok = root && (!version || is_word(root, "version", "1.0") ||
                        fault_set(f, "%s: version: must be \"1.0\"", path));
@@ -574,11 +591,12 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
          measure(v, vocab, path, &vocab_bytes, f);
     bytes = ok ? vocab_bytes : 0;
     ok = ok && measure_added(v, vocab, added, &bytes, path, f) &&
-         take_tokens(v, vocab, bytes, path, f) &&
+         take_tokens(v, vocab, special, bytes, path, f) &&
          fill_added(v, vocab, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
          read_around(v, json_object_get(root, "post_processor"), &adds, path, f) &&
          find_end(v, path, f) && load_merge_list(v, json_object_get(model, "merges"), path, f);
     if (ok) v->whole = json_is_true(json_object_get(model, "ignore_merges"));
+    json_decref(special);
     json_decref(root);
     return ok;
 }
