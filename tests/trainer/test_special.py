@@ -87,6 +87,20 @@ def test_same_tokens():
     for vocabulary in (two, one):
         found, _ = encode(vocabulary, DOCUMENTS, vocabulary.name)
         check(found == want, vocabulary.name, found, want)
+    return two, one
+
+
+def test_another_vocabulary(two, one):
+    """Tokens of another making are other data, of which a run that goes on tells; another file of them is nothing."""
+    other = folder("reversed", {"vocab.json": (two / "vocab.json").read_text(), "merges.txt": "\n".join(MERGES[::-1])})
+    for name, line in (("kept.txt", "the thing in {}\n"), ("kept.jsonl", '{{"text": "the thing in {}"}}\n')):
+        data = runs.root / name
+        data.write_text("".join(line.format(i) for i in range(400)))
+        common = ("--tokenizer", "gpt2", "--data", data, "--eval-every", 0)
+        runs.train(f"{name}_run", *common, "--tokenizer-path", two, "--steps", 1)
+        for steps, vocabulary in ((2, one), (3, other)):
+            _, said, also = runs.train(f"{name}_run", *common, "--tokenizer-path", vocabulary, "--steps", steps, "--resume")
+            check(("contents or tokenizer differ" in said + also) == (vocabulary == other), name, steps, said, also)
 
 
 def test_template():
@@ -284,7 +298,7 @@ def test_end(vocabulary):
         check(words in write(model, *options, code=2)[1], options, words)
 
 
-test_same_tokens()
+test_another_vocabulary(*test_same_tokens())
 test_patterns()
 test_odd_tokenizers()
 test_numbers_of_added_tokens()

@@ -122,6 +122,10 @@ int32_t bpe_prefix(const bpe *b) {
     return b->vocab.prefix;
 }
 
+uint64_t bpe_sum(const bpe *b) {
+    return b->vocab.sum;
+}
+
 const char *bpe_bytes(const bpe *b, int32_t id, size_t *bytes) {
     *bytes = 0;
     if (id < 0 || id >= b->vocab.size) return "";

@@ -223,6 +223,7 @@ static bool add_merge(bpe_vocab *v, const char *line, size_t length, int32_t ran
     m->right = right;
     m->rank = rank;
     m->merged = merged;
+    v->sum = XXH64(m, sizeof *m, v->sum);
     return true;
 }
 
@@ -601,7 +602,20 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     return ok;
 }
 
-bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
+/* Two forms of one vocabulary have the same sum. */
+static void sum_up(bpe_vocab *v) {
+    int32_t numbers[] = {v->size, v->end_of_text, v->prefix, v->nfc, v->whole};
+    v->sum = XXH64(numbers, sizeof numbers, v->sum);
+    v->sum = XXH64(v->added, v->added_count * sizeof *v->added, v->sum);
+    for (int i = 0; i < v->pattern_count; i++)
+        v->sum = XXH64(v->patterns[i], strlen(v->patterns[i]) + 1, v->sum);
+    for (int32_t id = 0; id < v->size; id++) {
+        size_t bytes = v->tokens[id].bytes;
+        v->sum = XXH64(bytes_of(v, id), bytes, v->sum + bytes);
+    }
+}
+
+static bool load_folder(bpe_vocab *v, const char *folder, fault *f) {
     char path[PATH_ROOM];
     memset(v, 0, sizeof *v);
     v->prefix = v->end_of_text = -1;
@@ -617,6 +631,12 @@ bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
     return add_pattern(v, gpt2_words, f) &&
            files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
            files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f);
+}
+
+bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
+    if (!load_folder(v, folder, f)) return false;
+    sum_up(v);
+    return true;
 }
 
 void bpe_vocab_free(bpe_vocab *v) {
