@@ -629,6 +629,17 @@ class Convert(unittest.TestCase):
         for name in ("kept", "blob"):
             self.assertEqual((self.room / name).read_bytes(), want, name)
 
+    def test_idle_options_of_an_import(self):
+        """What is of a run and not of a model does nothing there, and is refused."""
+        folder = write_model(self.room / "model", LLAMA)
+        for option in ("--check", "--resume", "--out-dir=x", "--lr=1e-3", "--precision=bf16", "--data=x", "--sample=9"):
+            done = run("convert", "import", folder, self.room / "none", option, code=2)
+            self.assertRegex(done.stderr, option.split("=")[0] + r"\)?: has no effect")
+        self.assertFalse((self.room / "none").exists())
+        (self.room / "my.yaml").write_text("train: {lr: 0.5}\n")
+        run("convert", "import", folder, self.room / "some", "--seq-len", "64", "--seed=7", "--tokenizer", "byte",
+            "--config", self.room / "my.yaml")
+
     def test_import_beside_another_tokenizer(self):
         """OUT_DIR/tokenizer would be this model's: what is there already is refused, and a fault leaves none."""
         folder = write_model(self.room / "whole", {**SPARSE, "vocab_size": 262})
