@@ -278,6 +278,12 @@ def test_folder():
     check("a folder without text" in train(place({"a.png": b"\x89PNG\r\n\x1a\n"}), code=2), "pictures alone")
     check("a folder without text" in train(place({"README.md": b"words\n" * 99}), code=2), "a page alone is none")
     train(place({"README.md": b"words\n" * 99}) / "README.md")  # which is meant where it is named
+    around = place({"a.txt": b"text of mine\n" * 99})
+    for options in (("--steps", 1), ("--steps", 2, "--resume")):  # a run below its own data, and beside an older one
+        said = train(around, "--out-dir", around / "runs/mine", *options)
+    words = ("passed over: runs/mine (the folder of a run)", ": 1 text file, ")
+    check(all(word in said for word in words) and "differ" not in said, said)
+    check(convert(around)[0] == b"text of mine\n" * 99, "runs are no text")
     shard = struct.pack("<256i", 20240520, 1, 500, *[0] * 253) + b"ab" * 500
     mixed = place({"a.bin": shard.replace(b"ab", b"a\0"), "b.txt": b"text\n" * 99})
     check("token shards (a.bin) and text (b.txt) in one folder" in train(mixed, code=2), "both")
