@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -97,6 +98,9 @@ def test_json():
     for said in ('["Stop", he said', '["Stop\n", "go"]', '["Stop" and go]', '["Stop"] he said', 'He said\n{"stop" and', '[1] {"stop"}\n'):
         text = (said + " and no more of it\n" * 40).encode()
         reads("said", text, text, trains=False)
+    half = b"".join(line if i % 2 else b'{"story": "other"}\n' for i, line in enumerate(LINES.splitlines(keepends=True)))
+    check(re.search(r"data: \d+ documents read, \d+ lines or values that are none passed over",
+                    train(place({"half.jsonl": half}) / "half.jsonl")), "how many have no text")
     reads("marks", MARK * 2 + LINES, READ)
     for first in (b"# a corpus\n", b"// a corpus\r\n\r\n", b"40 documents\n\n", b"'{'\n"):
         refuses("headed.txt", first + LINES, "JSON lines behind a first line that is none: cut that off", trains=True)
