@@ -179,6 +179,10 @@ def test_odd_tokenizers():
         ordinary = token(261, contents[0]) | {"normalized": True, "special": False}  # looked for after the others
         compare(f"ordinary{i}", tokenizer_json(vocab, [ordinary, token(262, contents[1])], None), text)
     accents = "the<x>the<x>\u0338 the<y\u0301 e\u0301 in<x>".encode()  # two of which are composed first
+    whole = tokenizer_json(vocab, [], None)
+    cut = whole | {"truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}}
+    check(encode(folder("cut", {"tokenizer.json": cut}), DOCUMENTS, "cut")[0] ==
+          encode(folder("uncut", {"tokenizer.json": whole}), DOCUMENTS, "uncut")[0], "documents are never cut")
     listed = {**vocab, "\uff5cend\u2581of\uff5c": 261, "a b": 262}  # as BpeTrainer lists special tokens
     added = [token(261, "\uff5cend\u2581of\uff5c"), token(262, "a b")]
     compare("listed", tokenizer_json(listed, added, None), "the a b\uff5cend\u2581of\uff5c in\uff5c".encode())
