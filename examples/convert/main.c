@@ -96,6 +96,23 @@ static const char *const *settings_of(const char *const *words, const char **nam
     return all;
 }
 
+/* What was typed is of a model, its tokenizer, its context, or what generate draws by. */
+static bool check_given(const config *c, fault *f) {
+    static const char *const taken[] = {"config",         "model.",        "nsa.",
+                                        "data.tokenizer", "train.seq_len", "train.seed"};
+    const char *idle = NULL, *key;
+    for (size_t i = 0; (key = config_key(i)) && !idle; i++) {
+        bool has_effect = config_from(c, key) != CONFIG_FROM_COMMAND_LINE;
+        for (size_t k = 0; k < sizeof taken / sizeof *taken; k++)
+            has_effect |= !strncmp(key, taken[k], strlen(taken[k]));
+        if (!has_effect) idle = config_option(key).flag;
+    }
+    return !idle || fault_set(f,
+                              "%s: has no effect: an import takes what is said of a model and its "
+                              "tokenizer",
+                              idle);
+}
+
 static int convert_in(int argc, char **argv, fault *f) {
     static const char *words[3];
     static const config_program program = {
@@ -115,6 +132,7 @@ static int convert_in(int argc, char **argv, fault *f) {
     if (outcome != OPTION_OK) return outcome == OPTION_HELP ? 0 : 2;
     char made[CONFIG_PATH_BYTES];
     fault unused;
+    if (!check_given(&c, f)) return 2;
     if (!import_tokenizer(&c, words[0], words[1], &notes, f)) return 1;
     if (!import_model(&c, words[0], words[1], f)) {
         if (tokenizer_place(made, words[1], &unused) && !strcmp(c.data.tokenizer_path, made))

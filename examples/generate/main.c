@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/files.h"
 #include "base/threads.h"
+#include "data/format.h"
 #include "options.h"
 #include "stop.h"
 #include "train/restore.h"
@@ -31,11 +32,12 @@ static bool read_prompt(generator *g, int vocab, fault *f) {
     const char *text = g->checkpoint.config.sample.prompt;
     size_t bytes = strlen(text);
     char *file = NULL;
+    bool ok = true;
     if (g->options.prompt_file) {
         text = file = files_read_input(g->options.prompt_file, PROMPT_LIMIT, &bytes, f);
-        if (!text) return false;
+        ok = text && format_prompt(g->options.prompt_file, &text, &bytes, f);
     }
-    bool ok = sample_prompt(g->tokenizer, text, bytes, vocab, &g->text, f);
+    ok = ok && sample_prompt(g->tokenizer, text, bytes, vocab, &g->text, f);
     free(file);
     return ok;
 }

@@ -10,6 +10,7 @@
 #include "base/files.h"
 #include "base/text.h"
 #include "base/threads.h"
+#include "data/format.h"
 #include "measure.h"
 #include "train/restore.h"
 #include "train/sample.h"
@@ -155,9 +156,10 @@ static bool read_text(inspector *n, int vocab, fault *f) {
     char *file = NULL;
     size_t bytes = o->prompt ? strlen(o->prompt) : 0;
     if (o->text && !(file = files_read(o->text, LONGEST_TEXT, &bytes, f))) return false;
-    const char *name = o->text ? o->text : "--prompt";
-    bool ok = bytes > 0 || fault_set(f, "%s: the text is empty; at least one token", name);
-    ok = ok && sample_prompt(n->tokenizer, file ? file : o->prompt, bytes, vocab, &n->text, f);
+    const char *name = o->text ? o->text : "--prompt", *text = file ? file : o->prompt;
+    bool ok = !file || format_prompt(name, &text, &bytes, f);
+    ok = ok && (bytes > 0 || fault_set(f, "%s: the text is empty; at least one token", name));
+    ok = ok && sample_prompt(n->tokenizer, text, bytes, vocab, &n->text, f);
     free(file);
     if (!ok) return false;
     if (o->tokens && (size_t)o->tokens < n->text.count) n->text.count = (size_t)o->tokens;

@@ -30,11 +30,19 @@ typedef struct score {
     long long asked[TENTHS], right[TENTHS], reached[TENTHS], reached_right[TENTHS];
 } score;
 
+static bool selects(const config_model *m) {
+    int64_t layer = 0;
+    while (layer < m->n_layers && !attention_is_sparse(config_attention(m, layer))) layer++;
+    return layer < m->n_layers;
+}
+
 /* n_sel 0: as many selected blocks as the model was trained with. */
 static bool open_examiner(examiner *e, const char *path, int longest, int n_sel, fault *f) {
     if (!checkpoint_open(&e->checkpoint, path, f)) return false;
     if (n_sel) e->checkpoint.config.nsa.n_sel = n_sel;
     const config *c = &e->checkpoint.config;
+    if (n_sel && !selects(&c->model))
+        return fault_set(f, "--n-sel: has no effect: no layer of %s selects blocks", path);
     if (c->model.vocab_size < RETRIEVAL_VOCAB)
         return fault_set(f, "%s: model.vocab_size = %lld; data.dataset = retrieval needs %d", path,
                          (long long)c->model.vocab_size, RETRIEVAL_VOCAB);

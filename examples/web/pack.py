@@ -49,6 +49,8 @@ def read_tensors(path):
         numbers = array.array("f", data[8 + size + begin:8 + size + end])
         if sys.byteorder == "big":
             numbers.byteswap()
+        if len(numbers) != math.prod(tensor["shape"]):
+            raise SystemExit(f"{path}: {name} has {len(numbers)} numbers, and a shape of {tensor['shape']}: cut short")
         if not all(map(math.isfinite, numbers)):
             raise SystemExit(f"{path}: {name} has numbers that are not finite")
         yield name, tensor["shape"], numbers

@@ -434,9 +434,9 @@ class Convert(unittest.TestCase):
         self.assertEqual(self.pieces(self.room / "nfc_in", text), want)
 
     def test_form_c_of_added_tokens(self):
-        """One that is looked for in form C must look the same before: "the" and an accent are no token and an accent."""
+        """One that is looked for in form C must be in it: the package composes it first."""
         known = {"special": False, "normalized": True, "lstrip": False, "rstrip": False, "single_word": False}
-        for content, code in (("caf\u00e9", 1), ("the", 1), ("<x>", 0), ("tool_1", 0)):
+        for content, code in (("caf\u00e9", 1), ("the", 0), ("<x>", 0), ("tool_1", 0)):
             folder = write_model(self.room / f"added_{content}", {**SPARSE, "vocab_size": 263})
             whole = tokenizer(normalizer={"type": "NFC"})
             whole["added_tokens"].append({**known, "id": 262, "content": content})
@@ -586,6 +586,12 @@ class Convert(unittest.TestCase):
         done = subprocess.run(command, capture_output=True, text=True,
                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
         self.assertIn("model.bin: cannot write: File too large", done.stderr)
+        weights = out / "checkpoints/latest/model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-4])
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertRegex(done.stderr, r"has \d+ numbers, and a shape of .*: cut short")
+        weights.write_bytes(whole)
         change(out / "checkpoints/latest", KINDS["nan"][0])
         done = subprocess.run(command, capture_output=True, text=True)
         self.assertIn("model.safetensors: norm.weight has numbers that are not finite", done.stderr)
@@ -622,6 +628,17 @@ class Convert(unittest.TestCase):
             self.assertTrue(made.is_file() and not made.is_symlink() and made.read_bytes() != want, name)
         for name in ("kept", "blob"):
             self.assertEqual((self.room / name).read_bytes(), want, name)
+
+    def test_idle_options_of_an_import(self):
+        """What is of a run and not of a model does nothing there, and is refused."""
+        folder = write_model(self.room / "model", LLAMA)
+        for option in ("--check", "--resume", "--out-dir=x", "--lr=1e-3", "--precision=bf16", "--data=x", "--sample=9"):
+            done = run("convert", "import", folder, self.room / "none", option, code=2)
+            self.assertRegex(done.stderr, option.split("=")[0] + r"\)?: has no effect")
+        self.assertFalse((self.room / "none").exists())
+        (self.room / "my.yaml").write_text("train: {lr: 0.5}\n")
+        run("convert", "import", folder, self.room / "some", "--seq-len", "64", "--seed=7", "--tokenizer", "byte",
+            "--config", self.room / "my.yaml")
 
     def test_import_beside_another_tokenizer(self):
         """OUT_DIR/tokenizer would be this model's: what is there already is refused, and a fault leaves none."""

@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -97,6 +98,9 @@ def test_json():
     for said in ('["Stop", he said', '["Stop\n", "go"]', '["Stop" and go]', '["Stop"] he said', 'He said\n{"stop" and', '[1] {"stop"}\n'):
         text = (said + " and no more of it\n" * 40).encode()
         reads("said", text, text, trains=False)
+    half = b"".join(line if i % 2 else b'{"story": "other"}\n' for i, line in enumerate(LINES.splitlines(keepends=True)))
+    check(re.search(r"data: \d+ documents read, \d+ lines or values that are none passed over",
+                    train(place({"half.jsonl": half}) / "half.jsonl")), "how many have no text")
     reads("marks", MARK * 2 + LINES, READ)
     for first in (b"# a corpus\n", b"// a corpus\r\n\r\n", b"40 documents\n\n", b"'{'\n"):
         refuses("headed.txt", first + LINES, "JSON lines behind a first line that is none: cut that off", trains=True)
@@ -172,6 +176,10 @@ def test_text():
         train(place({name: data + b" upon a time\n" * 40}) / name, "--dataset", "text")
     refuses("corpus.jsonl", MARK + b"<html>\n<h1>Please log in</h1>",
             "a page of the web (HTML): take its text out first")
+    for word, at in (("ORCHARDS", 0), ("ID3 for trees", 0), ("RIFF raff", 0), ("GGUF", 0), ("PAR15", 0), ("GIF89a", 0),
+                     ("custard", 255), ("OggS", 3)):  # what binary files begin with, but for what follows there
+        words = (b"." * at + word.encode() + b" \x1b[1mand\f more words\n") * 20
+        reads("word.txt", words, words, trains=at > 0)
     reads("angle.txt", b"<htmx> is no page\n" * 40, b"<htmx> is no page\n" * 40)
     bare = place({"zeros.dat": b"a\0b\n" * 99}) / "zeros.dat"
     refuses("zeros.dat", b"a\0b\n" * 99, "holds zero bytes", "--dataset text", trains=True)
@@ -230,7 +238,7 @@ def test_strangers():
         "lz4": b"\x04\x22\x4d\x18", "7z": b"7z\xbc\xaf\x27\x1c\0\4", "RAR": b"Rar!\x1a\x07\1\0", "PDF": b"%PDF-1.7\n",
         "a PDF": MARK + b"%PDF-1.4\n", "PostScript": b"%!PS-Adobe-3.0\n",
         "tar": b"a" + bytes(256) + b"ustar\x0000", "ELF": b"\x7fELF\2\1\1", "PNG": b"\x89PNG\r\n\x1a\n",
-        "JPEG": b"\xff\xd8\xff\xe0\0", "GIF": b"GIF89a", "RIFF": b"RIFF\0\0\0\0WAVE", "GGUF": b"GGUF\3\0\0\0",
+        "JPEG": b"\xff\xd8\xff\xe0\0", "GIF": b"GIF89a\x10\0", "RIFF": b"RIFF\0\0\0\0WAVE", "GGUF": b"GGUF\3\0\0\0",
         "safetensors": struct.pack("<Q", 40) + b'{"a": {}}', "(safetensors)":
         struct.pack("<Q", 40) + b'{ \n"a": {}}', "pickle": b"\x80\x04\x95\0\0", "Office":
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "RTF": b"{\\rtf1\\ansi", "Git LFS":
@@ -274,6 +282,12 @@ def test_folder():
     check("a folder without text" in train(place({"a.png": b"\x89PNG\r\n\x1a\n"}), code=2), "pictures alone")
     check("a folder without text" in train(place({"README.md": b"words\n" * 99}), code=2), "a page alone is none")
     train(place({"README.md": b"words\n" * 99}) / "README.md")  # which is meant where it is named
+    around = place({"a.txt": b"text of mine\n" * 99})
+    for options in (("--steps", 1), ("--steps", 2, "--resume")):  # a run below its own data, and beside an older one
+        said = train(around, "--out-dir", around / "runs/mine", *options)
+    words = ("passed over: runs/mine (the folder of a run)", ": 1 text file, ")
+    check(all(word in said for word in words) and "differ" not in said, said)
+    check(convert(around)[0] == b"text of mine\n" * 99, "runs are no text")
     shard = struct.pack("<256i", 20240520, 1, 500, *[0] * 253) + b"ab" * 500
     mixed = place({"a.bin": shard.replace(b"ab", b"a\0"), "b.txt": b"text\n" * 99})
     check("token shards (a.bin) and text (b.txt) in one folder" in train(mixed, code=2), "both")

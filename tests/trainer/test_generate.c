@@ -66,6 +66,8 @@ static void test_texts(const char *name) {
     same("from a file", text, text_of(name, options));
     snprintf(options, sizeof options, "--prompt-file - < %s", test_path("prompt"));
     same("from standard input", text, text_of(name, options));
+    test_write_text(test_path("prompt"), "\xef\xbb\xbfthe quick");
+    same("behind a byte order mark", text, text_of(name, options));
     test_write_text(test_path("prompt"), "\n");
     same("no prompt is what separates documents", text_of(name, options), text_of(name, ""));
     differ("another seed", text, text_of(name, "--prompt 'the quick' --seed 5"));
@@ -273,6 +275,10 @@ static void test_refusals(void) {
     test_write(test_path("long"), zeros, sizeof zeros);
     expect(shell("%s %s --prompt-file %s", generator, at, test_path("long")), 2,
            "a prompt of 70000 tokens");
+    expect(shell("printf '\\377\\376T\\000' | %s %s --prompt-file -", generator, at), 2,
+           "-: text in UTF-16: convert it to UTF-8");
+    expect(shell("gzip < %s | %s %s --prompt-file -", test_path("text"), generator, at), 2,
+           "-: packed by gzip or zstd: unpack it first");
     expect(shell("%s %s --context 66 --length 65", generator, at), 0, "");
     expect(shell("%s %s --threads 1 --length 1", generator, test_path("shards")), 2,
            "data.tokenizer_path: must name the folder");

@@ -82,9 +82,10 @@ def check_pictures(folder, data):
 
 
 def check_refusals(model, full, text, result):
-    long, empty, out = runs.root / "long", runs.root / "empty", ("--out", result)
-    long.write_text("x" * 129)
-    empty.write_text("")
+    long, empty, wide, out = runs.root / "long", runs.root / "empty", runs.root / "wide", ("--out", result)
+    long.write_text("\ufeff" + "x" * 129)
+    empty.write_text("\ufeff")
+    wide.write_text("text", encoding="utf-16")
     for words, *options in (
             ("CHECKPOINT: none was given", "--text", text, *out),
             ("--text FILE or --prompt", model, *out),
@@ -98,6 +99,7 @@ def check_refusals(model, full, text, result):
             ("cannot open", model, "--text", runs.root / "no-such-text", *out),
             ("the text is empty", model, "--text", empty, *out),
             ("the text is empty", model, "--prompt", "", *out),
+            ("text in UTF-16: convert it", model, "--text", wide, *out),
             ("129 tokens; the model was trained with a context of 128", model, "--text", long, *out),
             ("other attention than nsa", full, "--text", text, *out),
             ("--tokenizer-path: has no effect: the tokens of", model, "--text", text, "--tokenizer-path", "x", *out),

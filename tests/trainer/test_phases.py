@@ -35,6 +35,10 @@ for name, last, phases in (("smoke", 2, [1, 2]), ("production", 250, [1, 200, 25
 said = run(0, "smoke", "--out", root / "smoke", "--last", 2, *FEW)
 check("resumed after step 2 of 2" in said, said)
 
+shutil.rmtree(root / "smoke/2/checkpoints")  # killed before its first
+said = run(0, "smoke", "--out", root / "smoke", "--last", 2, *FEW)
+check("resumed after step 1 of 1" in said and "step 0002 | loss" in said, said)
+
 # The trainer's exit code, and the verdict's.
 run(2, "smoke", "--out", root / "bad", *FEW, "--frobnicate")
 run(2, "smoke", "--out", root / "cuda", "--device", "cuda", "--dataset", "synthetic")

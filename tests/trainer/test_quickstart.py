@@ -18,7 +18,7 @@ TOOLS = ("bash sh env dirname mkdir cat sed grep xargs mktemp rm mv find sort ln
          "true head").split()
 SMALL = ("--steps 2 --dim 32 --layers 1 --heads 2 --kv-groups 1 --seq-len 256 --batch-size 2 --log-every 1 "
          "--dataset text --data text").split()
-LINK = f'case " $* " in *" --build "*) shift 5; mkdir -p build/quickstart/bin; for p; do ' \
+LINK = f'cd {folder}; case " $* " in *" --build "*) shift 5; mkdir -p build/quickstart/bin; for p; do ' \
        f'ln -sf {programs}/$p build/quickstart/bin/$p; done ;; *) echo "-- nsa 0: stand-in"; cat report ;; esac'
 checks = 0
 
@@ -49,14 +49,15 @@ def place(*tools, report=""):
     (folder / "text").write_text("".join(f"line {i}, of {i * i % 97} words\n" for i in range(2000)))
 
 
-def start(*options, **more):
+def start(*options, at=folder, **more):
     env = {"PATH": str(folder / "bin"), "HOME": str(folder)}
-    return subprocess.Popen(["./quickstart", *map(str, options)], cwd=folder, env=env, text=True, errors="replace",
+    script = "./quickstart" if at == folder else folder / "quickstart"
+    return subprocess.Popen([script, *map(str, options)], cwd=at, env=env, text=True, errors="replace",
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more)
 
 
-def run(*options, code=0):
-    job = start(*options)
+def run(*options, code=0, **more):
+    job = start(*options, **more)
     said, _ = job.communicate(timeout=280)
     check(job.returncode == code, options, job.returncode, said)
     return said
@@ -77,16 +78,30 @@ def test_no_root():
     return said
 
 
-def test_next_step(said):
+def test_elsewhere():
+    """Paths are those of whoever calls; what is not given is the script's own, and what it says holds there, too."""
+    place("id", "cmake", "cc", "make")
+    away = folder / "my texts"
+    away.mkdir()
+    (away / "text").write_text("".join(f"another line {i}\n" for i in range(999)))
+    said = run(*SMALL, at=away)
+    check("16873 tokens" in said and (folder / "artifacts/quickstart/checkpoints").exists(), said)
+    check(not (folder / "data").exists() and [path.name for path in away.iterdir()] == ["text"], "made there")
+    test_next_step(said, away)
+    said = run(*SMALL, "--out-dir", "mine", at=away)
+    check((away / "mine/checkpoints/latest").exists(), said)
+    test_next_step(said, away, away / "mine")
+
+
+def test_next_step(said, at=folder, out=folder / "artifacts/quickstart"):
     """What it says of the next step is true, command by command; its text has no lines of blanks."""
-    out = folder / "artifacts/quickstart"
     check("loss.svg" in said and (out / "loss.svg").exists(), said)
     text = said.split("--seed 2\n")[1].split("\n== in ")[0]
     check(text.startswith("A small animal ") and not re.search(r" {9}|\n\n\n", text), text)
-    commands = re.findall(r"^  ((?:build|\./)\S.*)$", said.split("To go on:")[1], re.M)
+    commands = re.findall(r"^  ((?:build|\./|/)\S.*)$", said.split("To go on:")[1], re.M)
     check(len(commands) == 4, commands)
     for command in commands:
-        done = subprocess.run(["bash", "-c", command], cwd=folder, text=True, errors="replace", capture_output=True, timeout=280,
+        done = subprocess.run(["bash", "-c", command], cwd=at, text=True, errors="replace", capture_output=True, timeout=280,
                               env={"PATH": str(folder / "bin")})
         check(done.returncode == 0 or "nsa_verdict" in command and done.returncode == 1, command, done)
     check("resumed after step 2 of 4" in done.stdout, done.stdout)
@@ -126,6 +141,7 @@ def test_ends():
 
 
 test_next_step(test_no_root())
+test_elsewhere()
 test_lacks()
 test_ends()
 print(f"{checks} passed, 0 failed")

@@ -68,6 +68,9 @@ static void test_examination(void) {
     expect(shell("%s %s 0 64", examiner, test_path("needles")), 2, "ROWS 0: must be an integer");
     expect(shell("%s %s 1 15", examiner, test_path("needles")), 2, "in 16 ..");
     expect(shell("%s %s 1 64 --n-sel 2", examiner, test_path("needles")), 2, "--n-sel 2: must be");
+    expect(shell("%s %s 1 64 --n-sel 8", examiner, test_path("dense")), 2,
+           "--n-sel: has no effect: no layer of");
+    expect(shell("%s %s 1 64", examiner, test_path("dense")), 0, "64,9,");
     expect(shell("%s %s 1 %d --n-sel 8", examiner, test_path("needles"), LENGTH), 0, "100,9,");
     for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'))
         CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6 &&
@@ -89,6 +92,9 @@ int main(int argc, char **argv) {
     check_case("training");
     expect(train("--dataset", "synthetic", "--steps", "1", "--threads", "1", "--out-dir",
                  test_path("sparse"), NULL),
+           0, "saved");
+    expect(train("--dataset", "retrieval", "--vocab-size", "512", "--steps", "1", "--attention",
+                 "full", "--threads", "1", "--out-dir", test_path("dense"), NULL),
            0, "saved");
     expect(train("--dataset", "retrieval", "--vocab-size", "512", "--steps", "30", "--lr", "1e-2",
                  "--threads", "1", "--out-dir", test_path("needles"), NULL),

@@ -87,6 +87,20 @@ def test_same_tokens():
     for vocabulary in (two, one):
         found, _ = encode(vocabulary, DOCUMENTS, vocabulary.name)
         check(found == want, vocabulary.name, found, want)
+    return two, one
+
+
+def test_another_vocabulary(two, one):
+    """Tokens of another making are other data, of which a run that goes on tells; another file of them is nothing."""
+    other = folder("reversed", {"vocab.json": (two / "vocab.json").read_text(), "merges.txt": "\n".join(MERGES[::-1])})
+    for name, line in (("kept.txt", "the thing in {}\n"), ("kept.jsonl", '{{"text": "the thing in {}"}}\n')):
+        data = runs.root / name
+        data.write_text("".join(line.format(i) for i in range(400)))
+        common = ("--tokenizer", "gpt2", "--data", data, "--eval-every", 0)
+        runs.train(f"{name}_run", *common, "--tokenizer-path", two, "--steps", 1)
+        for steps, vocabulary in ((2, one), (3, other)):
+            _, said, also = runs.train(f"{name}_run", *common, "--tokenizer-path", vocabulary, "--steps", steps, "--resume")
+            check(("contents or tokenizer differ" in said + also) == (vocabulary == other), name, steps, said, also)
 
 
 def test_template():
@@ -164,8 +178,20 @@ def test_odd_tokenizers():
     for i, contents in enumerate((("<x>th", "h<x>"), ("<x>the", "<x>"), ("a the", "e<x>"), ("the<x>the", "e<x"))):
         ordinary = token(261, contents[0]) | {"normalized": True, "special": False}  # looked for after the others
         compare(f"ordinary{i}", tokenizer_json(vocab, [ordinary, token(262, contents[1])], None), text)
-    composed = tokenizer_json(vocab, [token(300, "e\u0301") | {"normalized": True}], None)
-    compare("normal", composed | {"normalizer": {"type": "NFC"}}, text, False)
+    accents = "the<x>the<x>\u0338 the<y\u0301 e\u0301 in<x>".encode()  # two of which are composed first
+    whole = tokenizer_json(vocab, [], None)
+    cut = whole | {"truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}}
+    check(encode(folder("cut", {"tokenizer.json": cut}), DOCUMENTS, "cut")[0] ==
+          encode(folder("uncut", {"tokenizer.json": whole}), DOCUMENTS, "uncut")[0], "documents are never cut")
+    listed = {**vocab, "\uff5cend\u2581of\uff5c": 261, "a b": 262}  # as BpeTrainer lists special tokens
+    added = [token(261, "\uff5cend\u2581of\uff5c"), token(262, "a b")]
+    compare("listed", tokenizer_json(listed, added, None), "the a b\uff5cend\u2581of\uff5c in\uff5c".encode())
+    compare("unlisted", tokenizer_json(listed, added[1:], None), text, False)
+    composed, form_c = token(261, "e\u0301") | {"normalized": True}, {"normalizer": {"type": "NFC"}}
+    ran = compare("normal", tokenizer_json(vocab, [composed], None) | form_c, text, False)
+    for i, contents in enumerate((("<x>",), ("<y",), ("e",), ("n<x", "<x>"))):
+        added = [token(261 + k, content) | {"normalized": not k} for k, content in enumerate(contents)]
+        compare(f"accent{i}", tokenizer_json(vocab, added, None) | form_c, accents, "utf8proc" not in ran.stderr)
     for key, value in (("dropout", 0.5), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "##"),
                        ("byte_fallback", True), ("merges", [["t", "h", "e"]])):
         whole = tokenizer_json(vocab, [], None)
@@ -276,7 +302,7 @@ def test_end(vocabulary):
         check(words in write(model, *options, code=2)[1], options, words)
 
 
-test_same_tokens()
+test_another_vocabulary(*test_same_tokens())
 test_patterns()
 test_odd_tokenizers()
 test_numbers_of_added_tokens()

@@ -411,11 +411,21 @@ static bool list_add(char ***names, size_t *count, const char *name, const char 
     return true;
 }
 
+/* What a trainer has written, or writes now, is nobody's text. */
+static bool holds_run(const char *folder) {
+    char lock[PATH_ROOM], settings[PATH_ROOM];
+    fault unused;
+    return files_join(lock, sizeof lock, folder, ".lock", &unused) && files_exist(lock) &&
+           files_join(settings, sizeof settings, folder, "env.json", &unused) &&
+           files_exist(settings);
+}
+
 /* Why this one is not listed, NULL where it is one to list or a folder to enter. */
 static const char *passed_over(const char *path, const char *name, const struct stat *s) {
     struct stat target;
     if (name[0] == '.') return "";
-    if (S_ISDIR(s->st_mode) || S_ISREG(s->st_mode)) return NULL;
+    if (S_ISDIR(s->st_mode)) return holds_run(path) ? " (the folder of a run)" : NULL;
+    if (S_ISREG(s->st_mode)) return NULL;
     if (!S_ISLNK(s->st_mode)) return " (no plain file)";
     if (stat(path, &target)) return " (a link to nothing)";
     if (S_ISDIR(target.st_mode)) return " (a link to a folder)";

@@ -96,8 +96,8 @@ bool files_plain_name(const char *name);
 bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f);
 
 /* The plain files in a folder and in those below it, "a.txt", "sub/b.txt", sorted by bytes; names
-   that start with a dot are passed over, folders too, and so are links to folders and what is no
-   plain file. Folders more than 64 deep are a fault. */
+   that start with a dot are passed over, folders too, and so are folders of runs, links to folders
+   and what is no plain file. Folders more than 64 deep are a fault. */
 typedef struct files_list {
     char **names;
     size_t count;

@@ -122,6 +122,10 @@ int32_t bpe_prefix(const bpe *b) {
     return b->vocab.prefix;
 }
 
+uint64_t bpe_sum(const bpe *b) {
+    return b->vocab.sum;
+}
+
 const char *bpe_bytes(const bpe *b, int32_t id, size_t *bytes) {
     *bytes = 0;
     if (id < 0 || id >= b->vocab.size) return "";
@@ -272,18 +276,21 @@ static bool encode_run(bpe *b, int level, const char *text, size_t bytes, token_
     return encode_piece(b, level + 1, text, from, bytes, out, f);
 }
 
-/* A run in Unicode's form C, where the vocabulary wants it so. Characters below U+0300 are: they
-   begin with a byte below 0xcc. */
+static bool encode_around(bpe *b, bool first, const char *text, size_t bytes, token_list *out,
+                          fault *f);
+
+/* A run in Unicode's form C, where the vocabulary wants it so, and the other added tokens in it.
+   Characters below U+0300 are: they begin with a byte below 0xcc. */
 static bool encode_normal(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
     size_t plain = 0;
     while (plain < bytes && (unsigned char)text[plain] < 0xcc) plain++;
-    if (!b->vocab.nfc || plain == bytes) return encode_run(b, 0, text, bytes, out, f);
+    if (!b->vocab.nfc || plain == bytes) return encode_around(b, false, text, bytes, out, f);
 #if NSA_HAVE_UTF8PROC
     utf8proc_uint8_t *normal = NULL;
     utf8proc_ssize_t n = utf8proc_map((const utf8proc_uint8_t *)text, (utf8proc_ssize_t)bytes,
                                       &normal, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
     bool ok = n < 0 ? fault_set(f, "cannot normalize text (%s)", utf8proc_errmsg(n))
-                    : encode_run(b, 0, (const char *)normal, (size_t)n, out, f);
+                    : encode_around(b, false, (const char *)normal, (size_t)n, out, f);
     free(normal);
     return ok;
 #else
@@ -362,15 +369,11 @@ static int32_t added_at(const bpe *b, bool first, const char *text, size_t left)
     return found;
 }
 
-static bool encode_around(bpe *b, bool first, const char *text, size_t bytes, token_list *out,
-                          fault *f);
-
-/* What lies between the first added tokens has others, and that between these has none. */
+/* What lies between the first added tokens has others, and that between these is words. */
 static bool encode_between(bpe *b, bool first, const char *text, size_t bytes, token_list *out,
                            fault *f) {
     if (!bytes) return true;
-    return first ? encode_around(b, false, text, bytes, out, f)
-                 : encode_plain(b, text, bytes, out, f);
+    return first ? encode_plain(b, text, bytes, out, f) : encode_run(b, 0, text, bytes, out, f);
 }
 
 static bool encode_around(bpe *b, bool first, const char *text, size_t bytes, token_list *out,

@@ -15,6 +15,7 @@ void bpe_close(bpe *b);
 int32_t bpe_vocab_size(const bpe *b);
 int32_t bpe_end_of_text(const bpe *b);
 int32_t bpe_prefix(const bpe *b);
+uint64_t bpe_sum(const bpe *b);
 bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f);
 const char *bpe_bytes(const bpe *b, int32_t id, size_t *bytes);
 

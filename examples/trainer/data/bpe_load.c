@@ -3,7 +3,6 @@
    tokenizer.json has both, and how a text is split. Twin: bpe_vocab.h. */
 #include "data/bpe_vocab.h"
 
-#include <ctype.h>
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
@@ -117,13 +116,28 @@ static bool measure(bpe_vocab *v, json_t *root, const char *path, size_t *bytes,
     return true;
 }
 
-static bool fill_vocab(bpe_vocab *v, json_t *root, const char *path, fault *f) {
+/* The contents of added tokens, as the keys of an object. */
+static json_t *contents_of(const json_t *added) {
+    json_t *all = json_object();
+    for (size_t i = 0; i < json_array_size(added); i++) {
+        const char *one = json_string_value(json_object_get(json_array_get(added, i), "content"));
+        if (one && *one) (void)json_object_set_new(all, one, json_true());
+    }
+    return all;
+}
+
+/* `special`: whoever makes a tokenizer.json may list its added tokens among the others, spelled as
+   they are: no bytes are joined to these. */
+static bool fill_vocab(bpe_vocab *v, json_t *root, const json_t *special, const char *path,
+                       fault *f) {
     const char *token;
     json_t *value;
     size_t used = 0;
     json_object_foreach(root, token, value) {
         int32_t id = (int32_t)json_integer_value(value);
         int64_t n = unspell(token, token + strlen(token), v->arena + used);
+        bool whole = n <= 0 && json_object_get(special, token);
+        if (whole) memcpy(v->arena + used, token, (size_t)(n = (int64_t)strlen(token)));
         if (n <= 0)
             return fault_set(f, "%s: token \"%.60s\" is not spelled in GPT-2's byte alphabet", path,
                              token);
@@ -132,7 +146,7 @@ static bool fill_vocab(bpe_vocab *v, json_t *root, const char *path, fault *f) {
                              token);
         v->tokens[id].begin = used;
         v->tokens[id].bytes = (size_t)n;
-        v->ids[id_slot(v, v->arena + used, (size_t)n)] = id;
+        if (!whole) v->ids[id_slot(v, v->arena + used, (size_t)n)] = id;
         used += (size_t)n;
     }
     return true;
@@ -149,21 +163,22 @@ static bool find_bytes(bpe_vocab *v, const char *path, fault *f) {
 }
 
 /* The tokens of root, in an arena of so many bytes. */
-static bool take_tokens(bpe_vocab *v, json_t *root, size_t bytes, const char *path, fault *f) {
+static bool take_tokens(bpe_vocab *v, json_t *root, const json_t *special, size_t bytes,
+                        const char *path, fault *f) {
     v->tokens = calloc((size_t)v->size, sizeof *v->tokens);
     v->arena = malloc(bytes + 1);
     v->ids = malloc(v->id_slots * sizeof *v->ids);
     if (!v->tokens || !v->arena || !v->ids) return fault_set(f, "%s: out of memory", path);
     memset(v->ids, 0xff, v->id_slots * sizeof *v->ids); /* all -1 */
-    return fill_vocab(v, root, path, f);
+    return fill_vocab(v, root, special, path, f);
 }
 
 static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
     static const char end[] = "<|endoftext|>";
     size_t bytes;
     json_t *root = json_file_read(path, &json_of_tokens, f);
-    bool ok = root && measure(v, root, path, &bytes, f) && take_tokens(v, root, bytes, path, f) &&
-              find_bytes(v, path, f);
+    bool ok = root && measure(v, root, path, &bytes, f) &&
+              take_tokens(v, root, NULL, bytes, path, f) && find_bytes(v, path, f);
     if (ok) v->end_of_text = bpe_vocab_id(v, end, sizeof end - 1);
     if (ok && v->end_of_text < 0) ok = fault_set(f, "%s: no token %s", path, end);
     if (ok) ok = (v->added = malloc(sizeof *v->added)) || fault_set(f, "%s: out of memory", path);
@@ -208,6 +223,7 @@ static bool add_merge(bpe_vocab *v, const char *line, size_t length, int32_t ran
     m->right = right;
     m->rank = rank;
     m->merged = merged;
+    v->sum = XXH64(m, sizeof *m, v->sum);
     return true;
 }
 
@@ -348,8 +364,7 @@ static bool check_kind(const json_t *model, const char *path, fault *f) {
 
 /* Of an added token its id, -1 where it is none that is taken as it stands. The package knows a
    token that the vocabulary spells so by the vocabulary's id, whatever its own is. One may ask to
-   be looked for in normalized text: of ASCII and with an end that takes no accent it stands there
-   where it stood before. */
+   be looked for in normalized text, which spells ASCII as it is. */
 static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t *x) {
     static const char *const off[] = {"lstrip", "rstrip", "single_word"};
     const char *content = json_string_value(json_object_get(x, "content"));
@@ -359,7 +374,7 @@ static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t
     for (size_t i = 0; i < sizeof off / sizeof *off; i++)
         if (json_is_true(json_object_get(x, off[i]))) return -1;
     for (const char *c = content; normal && c && *c; c++)
-        if ((unsigned char)*c >= 0x80 || (!c[1] && isalpha((unsigned char)*c))) return -1;
+        if ((unsigned char)*c >= 0x80) return -1;
     json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
     return value < TOKEN_LIMIT && json_string_length(json_object_get(x, "content")) ? value : -1;
 }
@@ -403,7 +418,7 @@ static bool measure_added(bpe_vocab *v, const json_t *vocab, const json_t *list,
             ok = fault_set(f,
                            "%s: added_tokens, number %zu: must have an id in 0 .. %d and a "
                            "content; lstrip, rstrip and single_word must be false, and with NFC "
-                           "normalized too where it is not ASCII or ends in a letter",
+                           "normalized too where it is not ASCII",
                            path, i, TOKEN_LIMIT - 1);
         else if (!check_number(vocab, numbers, x, id, &largest, &why))
             ok = fault_set(f, "%s: added_tokens, number %zu: %.400s", path, i, why.text);
@@ -567,6 +582,7 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     json_t *root = json_file_read(path, &json_of_tokens, f);
     json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
     const json_t *added = json_object_get(root, "added_tokens");
+    json_t *special = contents_of(added);
     const json_t *version = json_object_get(root, "version");
     bool ok = root && (!version || is_word(root, "version", "1.0") ||
                        fault_set(f, "%s: version: must be \"1.0\"", path));
@@ -576,16 +592,30 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
          measure(v, vocab, path, &vocab_bytes, f);
     bytes = ok ? vocab_bytes : 0;
     ok = ok && measure_added(v, vocab, added, &bytes, path, f) &&
-         take_tokens(v, vocab, bytes, path, f) &&
+         take_tokens(v, vocab, special, bytes, path, f) &&
          fill_added(v, vocab, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
          read_around(v, json_object_get(root, "post_processor"), &adds, path, f) &&
          find_end(v, path, f) && load_merge_list(v, json_object_get(model, "merges"), path, f);
     if (ok) v->whole = json_is_true(json_object_get(model, "ignore_merges"));
+    json_decref(special);
     json_decref(root);
     return ok;
 }
 
-bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
+/* Two forms of one vocabulary have the same sum. */
+static void sum_up(bpe_vocab *v) {
+    int32_t numbers[] = {v->size, v->end_of_text, v->prefix, v->nfc, v->whole};
+    v->sum = XXH64(numbers, sizeof numbers, v->sum);
+    v->sum = XXH64(v->added, v->added_count * sizeof *v->added, v->sum);
+    for (int i = 0; i < v->pattern_count; i++)
+        v->sum = XXH64(v->patterns[i], strlen(v->patterns[i]) + 1, v->sum);
+    for (int32_t id = 0; id < v->size; id++) {
+        size_t bytes = v->tokens[id].bytes;
+        v->sum = XXH64(bytes_of(v, id), bytes, v->sum + bytes);
+    }
+}
+
+static bool load_folder(bpe_vocab *v, const char *folder, fault *f) {
     char path[PATH_ROOM];
     memset(v, 0, sizeof *v);
     v->prefix = v->end_of_text = -1;
@@ -601,6 +631,12 @@ bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
     return add_pattern(v, gpt2_words, f) &&
            files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
            files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f);
+}
+
+bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
+    if (!load_folder(v, folder, f)) return false;
+    sum_up(v);
+    return true;
 }
 
 void bpe_vocab_free(bpe_vocab *v) {

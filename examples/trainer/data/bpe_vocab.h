@@ -27,8 +27,9 @@ typedef struct bpe_vocab {
     bool starts[256];                /* whether one of them begins with this byte */
     char *patterns[BPE_PATTERNS]; /* that split a text into words, each what the one before left */
     int pattern_count;
-    bool nfc;   /* text is brought to Unicode's form C first */
-    bool whole; /* a word that is a token is not taken apart first */
+    bool nfc;     /* text is brought to Unicode's form C first */
+    bool whole;   /* a word that is a token is not taken apart first */
+    uint64_t sum; /* of all that tells which tokens a text becomes */
     int32_t of_byte[256];
     bpe_span *tokens; /* by id */
     char *arena;

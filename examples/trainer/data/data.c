@@ -344,11 +344,12 @@ static void note_resume(const data *d) {
     const source *s = d->source;
     if (!p) return;
     if (p->fingerprint != s->fingerprint)
-        listener_say(&d->options.notes,
-                     "warning: the data are not those of the checkpoint (names, sizes or contents "
-                     "differ); going on at sample %lld of what is here, and validation may be on "
-                     "text that was trained on",
-                     (long long)p->sample);
+        listener_say(
+            &d->options.notes,
+            "warning: the data are not those of the checkpoint (names, sizes, contents or "
+            "tokenizer differ); going on at sample %lld of what is here, and validation may be on "
+            "text that was trained on",
+            (long long)p->sample);
     else if (p->split_parts != s->split_parts || p->split_size != s->split_size)
         listener_say(&d->options.notes,
                      "warning: the checkpoint does not say what was set aside for validation; it "

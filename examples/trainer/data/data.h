@@ -22,7 +22,7 @@
 /* Where the data of a run stand: all that a resume needs. Goes into a checkpoint as it is. */
 typedef struct data_position {
     int64_t sample;       /* the next global sample */
-    uint64_t fingerprint; /* of the data: names, sizes, contents; 0 where a stream has none */
+    uint64_t fingerprint; /* of the data: names, sizes, contents, and what makes tokens of them */
     int64_t epoch;        /* streams: which pass, which shard of it, where in the shard the next */
     int64_t shard, offset, document; /* document begins, its number, how many of its tokens are */
     int64_t used;                    /* in earlier windows */
@@ -86,7 +86,7 @@ typedef struct data_stats {
 
 data_stats data_statistics(data *d);
 
-/* Of what is read, names, sizes and contents: processes of one run must have the same. */
+/* Of what is read, names, sizes, contents, tokenizer: processes of one run must have the same. */
 uint64_t data_fingerprint(const data *d);
 
 /* One line: what is read, how much of it, how it is split. */

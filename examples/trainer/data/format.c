@@ -30,7 +30,8 @@ static size_t mark_bytes(const char *head, size_t bytes) {
 
 /* ---- What is no data ---- */
 
-/* First bytes of files that people have, what they are, and what to do. */
+/* First bytes of files that people have, what they are, and what to do. What is a word of letters
+   and digits counts where other bytes are not those of text. */
 static const struct {
     const char *bytes;
     size_t count, at;
@@ -52,7 +53,7 @@ static const struct {
     {"\xfd"
      "7zXZ\0",
      6, 0, "packed by xz", "unpack it first (xz -d), or pack it by zstd or gzip"},
-    {"BZh", 3, 0, "packed by bzip2", "unpack it first (bzip2 -d), or pack it by zstd or gzip"},
+    {"1AY&SY", 6, 4, "packed by bzip2", "unpack it first (bzip2 -d), or pack it by zstd or gzip"},
     {"\x04\x22\x4d\x18", 4, 0, "packed by lz4", "unpack it first (lz4 -d)"},
     {"LZIP", 4, 0, "packed by lzip", UNPACKED},
     {"\x1f\x9d", 2, 0, "packed by compress", "unpack it first (gzip -d)"},
@@ -121,14 +122,33 @@ static bool refuse(fault *f, const char *name, bool inside, const char *what, co
     return fault_set(f, "%.700s: %s%s: %s", name, inside ? "in it " : "", what, advice);
 }
 
+/* A text may begin with ORCHARD or RIFF, or have "mustard" where tar has its name. */
+static bool is_word(const char *bytes, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        char c = (char)(bytes[i] | 0x20);
+        if ((c < 'a' || c > 'z') && (bytes[i] < '0' || bytes[i] > '9')) return false;
+    }
+    return true;
+}
+
+/* Control characters that no text has: none of white space, of DOS's end, of terminals' colours. */
+static bool has_controls(const char *text, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c < '\b' || (c > '\r' && c < 0x1a)) return true;
+    }
+    return false;
+}
+
 /* A mark of UTF-8 that a careless program has put before them does not hide the bytes. */
 static bool check_stranger(file_format *to, const char *name, const char *head, size_t bytes,
                            bool inside, fault *f) {
     size_t mark = mark_bytes(head, bytes);
+    bool binary = has_controls(head, bytes);
     for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
-        size_t at = strangers[i].at + mark;
-        if (bytes < at + strangers[i].count ||
-            memcmp(head + at, strangers[i].bytes, strangers[i].count))
+        size_t at = strangers[i].at + mark, count = strangers[i].count;
+        if (bytes < at + count || memcmp(head + at, strangers[i].bytes, count) ||
+            (!binary && is_word(strangers[i].bytes, count)))
             continue;
         if (!strcmp(strangers[i].advice, TEXT)) to->no_data = strangers[i].what;
         return refuse(f, name, inside, strangers[i].what, strangers[i].advice);
@@ -414,4 +434,14 @@ bool format_of(file_format *to, const char *path, format_wish wish, fault *f) {
              format_judge(to, path, head, bytes, s.st_size, wish, true, f);
     lines_close(&l);
     return ok;
+}
+
+bool format_prompt(const char *name, const char **text, size_t *bytes, fault *f) {
+    file_format unused;
+    size_t mark = mark_bytes(*text, *bytes);
+    if (packing_of(*text, *bytes) != FORMAT_PLAIN)
+        return fault_set(f, "%.700s: packed by gzip or zstd: unpack it first", name);
+    *text += mark;
+    *bytes -= mark;
+    return check_stranger(&unused, name, *text, *bytes, false, f);
 }

@@ -47,6 +47,9 @@ bool format_judge(file_format *to, const char *name, const char *head, size_t by
 /* The same of a plain file, with what is inside. */
 bool format_of(file_format *to, const char *path, format_wish wish, fault *f);
 
+/* A file that is one text, as a prompt is: without its mark; what is none is a fault. */
+bool format_prompt(const char *name, const char **text, size_t *bytes, fault *f);
+
 /* Whether a line ends with an object, {"key": ... or {'key': ..., behind a prefix or none. */
 bool format_holds_object(const char *line, size_t bytes);
 

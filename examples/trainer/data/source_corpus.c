@@ -296,6 +296,8 @@ static bool open_text(corpus *c, const format_file *file, int fd, piece *p, faul
         lay_bytes(p, file->size - p->header, newline);
         return true;
     }
+    uint64_t *sum = &c->base.fingerprint, own = tokenizer_sum(c->base.options->tokenizer);
+    if (own) *sum = XXH64(&own, sizeof own, *sum);
     char *text = documents_read_text(file->path, &bytes, f);
     if (!text || !is_byte) return text && encode_text(c, text, bytes, p, f);
     p->text = text;

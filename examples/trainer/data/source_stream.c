@@ -344,7 +344,8 @@ static bool set_aside(stream *s, int64_t val_rows, fault *f) {
 /* ---- Opening ---- */
 
 static bool count_shards(stream *s, fault *f) {
-    uint64_t h = 0;
+    uint64_t h = tokenizer_sum(s->base.options->tokenizer);
+    s->base.fingerprint = h;
     s->is_pipe = !s->files.count && !s->files.is_folder;
     s->shards = s->is_pipe ? 1 : (int64_t)(s->files.count - s->files.validate);
     if (s->is_pipe) return true;

@@ -57,6 +57,10 @@ int32_t tokenizer_prefix(const tokenizer *t) {
     return t->bpe ? bpe_prefix(t->bpe) : -1;
 }
 
+uint64_t tokenizer_sum(const tokenizer *t) {
+    return t->bpe ? bpe_sum(t->bpe) : 0;
+}
+
 bool tokenizer_is_byte(const tokenizer *t) {
     return t->is_byte;
 }

@@ -20,6 +20,9 @@ int32_t tokenizer_vocab_size(const tokenizer *t);
 
 /* What ends a document: newline for bytes, <|endoftext|> for GPT-2. */
 int32_t tokenizer_separator(const tokenizer *t);
+/* Of what decides which tokens a text becomes, whatever files it is in; 0: bytes, or none. */
+uint64_t tokenizer_sum(const tokenizer *t);
+
 bool tokenizer_is_byte(const tokenizer *t);
 
 /* Whether byte-level vocabularies spell this byte so. */

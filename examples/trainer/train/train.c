@@ -297,6 +297,10 @@ static outcome steps(trainer *t, fault *f) {
 static void say_data(const trainer *t) {
     data_stats s = data_statistics(t->data);
     telemetry_data(t->telemetry, data_describe(t->data), s.synthetic_from);
+    if (s.skipped)
+        telemetry_say(t->telemetry,
+                      "data: %lld documents read, %lld lines or values that are none passed over",
+                      (long long)s.documents, (long long)s.skipped);
     telemetry_say(t->telemetry,
                   "data: fetch p50 %.2f ms, p95 %.2f ms; waited p50 %.2f ms, p95 %.2f ms",
                   s.fetch_p50_ms, s.fetch_p95_ms, s.wait_p50_ms, s.wait_p95_ms);
