@@ -1555,6 +1555,20 @@ class Operators(unittest.TestCase):
                 begins = torch.tensor(begins, dtype=torch.int32, device=DEVICE)
                 self.assertTrue(torch.equal(compiled(begins), call(begins)))
 
+    def test_backward_compiled(self):
+        """Compiled autograd, of any length too: it makes unknowns of numbers, and keeps what a closure has."""
+        q, k = (torch.randn(B, T, heads, D, device=DEVICE, requires_grad=True) for heads in (H, HK))
+        enable = getattr(torch._dynamo.compiled_autograd, "_enable", None) or torch._dynamo.compiled_autograd.enable
+        call = lambda: nt.attend_win(q, k, k, **GEOMETRY)[0].square().sum()
+        want = torch.autograd.grad(call(), (q, k))
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            q.grad = k.grad = None
+            with enable(torch.compile(backend="aot_eager", dynamic=dynamic, fullgraph=True)):
+                call().backward()
+            for x, g in zip((q, k), want):
+                torch.testing.assert_close(x.grad, g)
+
     @CPU
     def test_a_cache_is_left_alone(self):
         """torch.compile of a module that decodes: it makes no graphs of the package."""

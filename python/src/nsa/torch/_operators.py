@@ -7,6 +7,7 @@ autograd Functions. Twin: __init__.py, the functions people call.
 """
 from __future__ import annotations
 
+import functools
 import math
 from operator import itemgetter
 from typing import Any, Callable, Sequence
@@ -214,19 +215,23 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
         @staticmethod
         def forward(ctx: Any, arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:
             found = run(*arguments)
-            ctx.places = [i for i in places if arguments[i] is not None]
+            # As bytes, for compiled autograd with dynamic=True would make unknowns of numbers in a list.
+            ctx.places = bytes([i for i in places if arguments[i] is not None])
             save(ctx, arguments, found)
             return found
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            def found() -> tuple[Any, ...]:
-                batched = True in [x is not None and _is_batched(x) for x in gradients]
-                of_all = _of_each(lambda *given: differentiate(ctx, *given), gradients) if batched else differentiate(ctx, *gradients)
-                return tuple([of_all[i] for i in ctx.places])
             if not torch.is_grad_enabled():
-                return None, *found()
-            return None, *_Once.apply(found, _ASKING, *[x for x in (*gradients, *ctx.saved_tensors) if x is not None])
+                return None, *found(ctx, gradients)
+            return None, *_Once.apply(functools.partial(found, ctx, gradients), _ASKING,
+                                      *[x for x in (*gradients, *ctx.saved_tensors) if x is not None])
+
+    def found(ctx: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """No closure has ctx: compiled autograd of PyTorch 2.4 would keep it."""
+        batched = not is_compiling() and True in [x is not None and _is_batched(x) for x in gradients]
+        of_all = _of_each(functools.partial(differentiate, ctx), gradients) if batched else differentiate(ctx, *gradients)
+        return tuple([of_all[i] for i in ctx.places])
 
     save, differentiate, apply = setup, backward, Function.apply
 
