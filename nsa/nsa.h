@@ -3488,6 +3488,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
+        /* of a lone chain GCC, if it tunes for some machines, would make products and sums */
+        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
     }
 }
 
@@ -3592,8 +3594,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
             nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
             nsa_real sum = c->add && !c->scale ? *to : 0;
-            for (int p = 0; p < k; p++)
+            for (int p = 0; p < k; p++) {
                 sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+                NSA__KEEP_IN_REGISTER(sum); /* as in a piece */
+            }
             *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
@@ -4080,6 +4084,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
+
+        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
     }
 }
 
@@ -4174,8 +4180,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
             nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
             nsa_real sum = c->add && !c->scale ? *to : 0;
-            for (int p = 0; p < k; p++)
+            for (int p = 0; p < k; p++) {
                 sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+                NSA__KEEP_IN_REGISTER(sum);
+            }
             *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
@@ -4645,6 +4653,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
+
+        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
     }
 }
 
@@ -4739,8 +4749,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
             nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
             nsa_real sum = c->add && !c->scale ? *to : 0;
-            for (int p = 0; p < k; p++)
+            for (int p = 0; p < k; p++) {
                 sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+                NSA__KEEP_IN_REGISTER(sum);
+            }
             *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
@@ -5201,6 +5213,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
+
+        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
     }
 }
 
@@ -5295,8 +5309,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
             nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
             nsa_real sum = c->add && !c->scale ? *to : 0;
-            for (int p = 0; p < k; p++)
+            for (int p = 0; p < k; p++) {
                 sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+                NSA__KEEP_IN_REGISTER(sum);
+            }
             *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
@@ -5782,6 +5798,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
+
+        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
     }
 }
 
@@ -5876,8 +5894,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
             nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
             nsa_real sum = c->add && !c->scale ? *to : 0;
-            for (int p = 0; p < k; p++)
+            for (int p = 0; p < k; p++) {
                 sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+                NSA__KEEP_IN_REGISTER(sum);
+            }
             *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }
@@ -7102,7 +7122,8 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     NSA__CHECK(nsa__check_geometry(d));
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
-    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
+    if (query < 0 || (query >= d->tokens && d->mask == NSA_MASK_CAUSAL))
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
     nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,
               list);
     return NSA_OK;

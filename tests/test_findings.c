@@ -165,6 +165,36 @@ static void test_overflow_behind_the_mask(void) {
         }
 }
 
+/* GCC that tunes for some machines (-mtune=znver2) makes a lone chain of multiply-adds
+   products and sums: a compressed row alone, as in decoding, had other bits than among more. */
+static void test_lone_compressed_row(void) {
+    check_case("a compressed row alone");
+    enum { HIDDEN = 28 }; /* of vectors of 4, 8 and 16 a lone one */
+    static float w1[HIDDEN * 4 * D], w2[D * HIDDEN];
+    nsa_compress x;
+    memset(&x, 0, sizeof x);
+    x.phi = NSA_PHI_MLP, x.dim = D, x.hidden = HIDDEN;
+    x.x = nsa_tensor_bthd(q, NSA_F32, T, 1, D);
+    x.out = nsa_tensor_bthd(grad, NSA_REAL_DTYPE, 2, 1, D);
+    x.w1 = nsa_tensor_bthd(w1, NSA_F32, HIDDEN, 1, 4 * D);
+    x.w2 = nsa_tensor_bthd(w2, NSA_F32, D, 1, HIDDEN);
+    for (int i = 0; i < T * D; i++) q[i] = (float)(i * 37 % 101) / 101;
+    for (int i = 0; i < HIDDEN * 4 * D; i++) w1[i] = (float)(i * 53 % 97) / 97 - 0.4f;
+    for (int i = 0; i < D * HIDDEN; i++) w2[i] = (float)(i * 71 % 89) / 89 - 0.4f;
+    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_NEON_BF16; isa++)
+        if (nsa_isa_available((nsa_isa)isa)) {
+            nsa_desc d = small();
+            d.isa = (nsa_isa)isa;
+            nsa_real both[D];
+            nsa_status s = nsa_compress_forward(&x, &d, workspace, sizeof workspace);
+            memcpy(both, grad, sizeof both);
+            d.tokens = d.count = 4;
+            if (s == NSA_OK) s = nsa_compress_forward(&x, &d, workspace, sizeof workspace);
+            CHECK(s == NSA_OK && !memcmp(both, grad, sizeof both), "%s: %s, %.9g, among more %.9g",
+                  nsa_isa_name(d.isa), nsa_status_name(s), (double)grad[0], (double)both[0]);
+        }
+}
+
 /* The sum of the parts' sizes passed 2^64, and the query returned what was left of it. */
 static void test_sizes_that_do_not_add_up(void) {
     check_case("sizes whose sum passes the address space");
@@ -600,6 +630,7 @@ int main(void) {
     test_dtype_of_an_unread_tensor();
     test_lse_of_other_scores();
     test_overflow_behind_the_mask();
+    test_lone_compressed_row();
     test_sizes_that_do_not_add_up();
     test_heads_near_2_31();
     test_ends_of_ranges();

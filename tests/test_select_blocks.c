@@ -331,6 +331,9 @@ static void test_rank_refusals(void) {
     s = nsa_rank_blocks(scores, -1, &d, list);
     CHECK(nsa_status_kind(s) != NSA_OK && !strcmp(nsa_status_where(s), "query"), "%s",
           nsa_status_where(s));
+    d.mask = NSA_MASK_NONE; /* where queries need no place among the keys */
+    if (!CHECKS_CUDA) CHECK_OK("a query behind all keys", nsa_rank_blocks(scores, 1024, &d, list));
+    d.mask = NSA_MASK_CAUSAL;
     s = nsa_rank_blocks(scores, 5, NULL, list);
     CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
     d.cmp_block = -5, d.cmp_stride = 0;

@@ -241,6 +241,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
+        /* of a lone chain GCC, if it tunes for some machines, would make products and sums */
+        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
     }
 }
 
@@ -345,8 +347,10 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
             nsa_real *to = c->data + (c->rows ? c->rows[i] : i) * c->row + j;
             nsa_real sum = c->add && !c->scale ? *to : 0;
-            for (int p = 0; p < k; p++)
+            for (int p = 0; p < k; p++) {
                 sum += a_row[p * a->step] * b->data[(b->rows ? b->rows[p] : p) * b->row + j];
+                NSA__KEEP_IN_REGISTER(sum); /* as in a piece */
+            }
             *to = c->scale ? sum + c->scale[i] * *to : sum;
         }
 }

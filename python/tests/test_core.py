@@ -720,6 +720,7 @@ class Primitives(unittest.TestCase):
         self.assertEqual(nsa.cmp_begins(d), [0, 15])
         self.assertEqual(nsa.rank_blocks([0, 3, 1, 2, 0, 0, 0], 6 * 64, nsa.desc(1, 512, 2, 1, 16, slc_count=4)),
                          [0, 1, 5, 6])
+        self.assertEqual(nsa.rank_blocks([0, 3, 1, 2], 999, nsa.desc(1, 256, 2, 1, 16, slc_count=2, mask="none")), [1, 3])
         with self.assertRaises(nsa.Refused):
             nsa.cmp_count(nsa.desc(1, 256, 2, 1, 16, cmp_stride=0), 256)
 

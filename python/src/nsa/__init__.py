@@ -109,7 +109,7 @@ def rope_frequencies(rope: Rope) -> tuple[list[float], float]:
 def rank_blocks(scores: Sequence[float], query: int, desc: Desc) -> list[int]:
     """The ranking alone: the list of a query for scores of its candidates, blocks 0 .. query // l'."""
     checked(library(), desc, "rank_blocks")
-    if not 0 <= check_int("query", query) < max(1, desc.tokens):
+    if not 0 <= check_int("query", query) < max(1, desc.tokens) and (query < 0 or desc.mask == 0):
         raise refused("RANGE", "query", f"{query}, must be 0 .. {desc.tokens - 1}, a query of {desc.tokens} tokens")
     if len(scores) != _functions.slc_candidates(desc, query):
         raise refused("SIZE", "scores", f"{len(scores)} of them, must be one for each of the "
