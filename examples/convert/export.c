@@ -255,13 +255,46 @@ static json_t *byte_tokenizer(void) {
                      "vocab", vocab, "merges");
 }
 
-/* tokenizer_config.json. What forward takes, and where padding stands for generate, are said where
-   `settings` do not; it is given up here. */
+/* Of tokenizer_config.json: what forward takes, and where padding stands for generate. */
+static json_t *own_settings(int64_t context) {
+    return json_pack("{s:[s, s], s:s, s:I}", "model_input_names", "input_ids", "attention_mask",
+                     "padding_side", "left", "model_max_length", (json_int_t)context);
+}
+
+/* The file as it stands, and behind its settings those that it lacks. transformers writes integers
+   of any length into it. */
+static bool add_settings(const char *path, const char *folder, int64_t context, fault *f) {
+    size_t bytes;
+    const char *key;
+    json_t *value, *had = NULL, *more = own_settings(context);
+    char *text = files_read(path, FILE_LIMIT, &bytes, f), *added = NULL, *whole = NULL;
+    if (text)
+        had = json_file_parse(path, text, bytes, &json_of_tokens,
+                              JSON_REJECT_DUPLICATES | JSON_DECODE_INT_AS_REAL, f);
+    bool ok = had && (json_is_object(had) || fault_set(f, "%s: must be a JSON object", path));
+    json_object_foreach(had, key, value) json_object_del(more, key);
+    if (ok && json_object_size(more)) {
+        size_t end = (size_t)(strrchr(text, '}') - text);
+        added = json_dumps(more, JSON_INDENT(2));
+        whole = added ? malloc(end + strlen(added) + 2) : NULL;
+        ok = whole || fault_set(f, "%s: out of memory", path);
+        if (ok)
+            bytes = (size_t)sprintf(whole, "%.*s%s%s", (int)end, text,
+                                    json_object_size(had) ? "," : "", added + 1);
+    }
+    ok = ok && write_file(folder, "tokenizer_config.json", whole ? whole : text, bytes, f);
+    free(whole);
+    free(added);
+    free(text);
+    json_decref(more);
+    json_decref(had);
+    return ok;
+}
+
+/* `settings` is given up here. */
 static bool write_tokenizer_settings(const char *folder, json_t *settings, int64_t context,
                                      fault *f) {
-    json_t *more =
-        json_pack("{s:[s, s], s:s, s:I}", "model_input_names", "input_ids", "attention_mask",
-                  "padding_side", "left", "model_max_length", (json_int_t)context);
+    json_t *more = own_settings(context);
     if (settings && more) json_object_update_missing(settings, more);
     json_decref(more);
     return write_json(folder, "tokenizer_config.json", settings, f);
@@ -290,16 +323,13 @@ static bool write_bpe_tokenizer(const char *from, const char *folder, int64_t co
     if (!files_join(path, sizeof path, from, "tokenizer.json", f)) return false;
     bool one_file = files_exist(path);
     if (!files_join(path, sizeof path, from, "tokenizer_config.json", f)) return false;
-    bool ok = !one_file || copy_file(from, folder, "tokenizer.json", f);
-    json_t *settings = one_file && files_exist(path)
-                           ? import_json(from, "tokenizer_config.json", &json_of_tokens, f)
-                       : one_file
+    if (one_file && !copy_file(from, folder, "tokenizer.json", f)) return false;
+    if (one_file && files_exist(path)) return add_settings(path, folder, context, f);
+    json_t *settings = one_file
                            ? json_pack("{s:s}", "tokenizer_class", "PreTrainedTokenizerFast")
                            : json_pack("{s:s, s:s, s:s, s:s}", "tokenizer_class", "GPT2Tokenizer",
                                        "bos_token", end, "eos_token", end, "unk_token", end);
-    ok = ok && settings;
-    if (!ok) json_decref(settings);
-    return ok && write_tokenizer_settings(folder, settings, context, f) &&
+    return write_tokenizer_settings(folder, settings, context, f) &&
            (one_file ||
             (copy_file(from, folder, "vocab.json", f) && copy_file(from, folder, "merges.txt", f)));
 }

@@ -668,14 +668,21 @@ class Convert(unittest.TestCase):
         folder = self.room / "tokens"
         folder.mkdir()
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast",
-                                                                  "padding_side": "right", "eos_token": "x"}))
+        longest = int(1e30)  # as transformers writes where a tokenizer knows no end
+        (folder / "tokenizer_config.json").write_text(json.dumps({
+            "tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "right", "model_max_length": longest}))
         bpe = self.train("bpe", "--tokenizer", "gpt2", "--tokenizer-path", folder)
         for made, side in ((bpe, "right"), (self.train("run"), "left")):
             run("convert", "export", made, self.room / f"hf_{side}")
             found = json.loads((self.room / f"hf_{side}" / "tokenizer_config.json").read_text())
             self.assertEqual(found["model_input_names"], ["input_ids", "attention_mask"])
             self.assertEqual(found["padding_side"], side)
+            self.assertEqual(found["model_max_length"] == longest, made == bpe)
+        run("convert", "import", self.room / "hf_right", self.room / "again")
+        (folder / "tokenizer_config.json").write_text("{ }")
+        run("convert", "export", bpe, self.room / "hf_right")
+        found = json.loads((self.room / "hf_right" / "tokenizer_config.json").read_text())
+        self.assertEqual(sorted(found), ["model_input_names", "model_max_length", "padding_side"])
 
 
 def main():

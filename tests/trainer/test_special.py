@@ -100,7 +100,7 @@ def test_another_vocabulary(two, one):
         runs.train(f"{name}_run", *common, "--tokenizer-path", two, "--steps", 1)
         for steps, vocabulary in ((2, one), (3, other)):
             _, said, also = runs.train(f"{name}_run", *common, "--tokenizer-path", vocabulary, "--steps", steps, "--resume")
-            check(("contents or tokenizer differ" in said + also) == (vocabulary == other), name, steps, said, also)
+            check(("(tokenizer, names, sizes or contents differ)" in said + also) == (vocabulary == other), name, steps, said, also)
 
 
 def test_template():
@@ -206,6 +206,21 @@ def test_odd_tokenizers():
     compare("odd_added", tokenizer_json(vocab, {"a": 1}, None), text, False)
 
 
+def test_tokens_beside():
+    """What files of transformers add to tokenizer.json must be in it: else a text has other tokens there."""
+    vocab = {w: i for i, w in enumerate([*WORDS, "<|endoftext|>"])}
+    whole = tokenizer_json(vocab, [token(261, "<x>")], None)
+    for i, content in enumerate(("<x>", "<y>", "the")):
+        for name, beside in (("added_tokens.json", {content: 261}),
+                             ("tokenizer_config.json", {"added_tokens_decoder": {"261": {"content": content}},
+                                                        "model_max_length": int(1e30)})):
+            path = folder(f"beside_{name}_{i}", {"tokenizer.json": whole, name: beside})
+            ran = subprocess.run([shards, runs.root / f"{path.name}_made", runs.root / "two_files.jsonl", "--tokenizer-path",
+                                  path], capture_output=True, text=True, timeout=60)
+            words = f'{name}: token "{content}": must be an added token of tokenizer.json too'
+            check(ran.returncode == 2 and words in ran.stderr if i else ran.returncode == 0, ran)
+
+
 def test_numbers_of_added_tokens():
     """The package numbers them itself: what a file numbers otherwise is refused by name, all else is what it makes."""
     vocab = {w: i for i, w in enumerate([*WORDS, "<|endoftext|>"])}
@@ -305,6 +320,7 @@ def test_end(vocabulary):
 test_another_vocabulary(*test_same_tokens())
 test_patterns()
 test_odd_tokenizers()
+test_tokens_beside()
 test_numbers_of_added_tokens()
 test_both_ends()
 test_end(test_template())

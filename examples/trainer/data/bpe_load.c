@@ -576,7 +576,35 @@ static bool read_around(bpe_vocab *v, const json_t *x, bool *adds, const char *p
     return true;
 }
 
-static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
+/* Files of transformers beside tokenizer.json may add tokens to it: those must be there as well.
+   Their integers may be of any length. */
+static bool check_beside(const json_t *special, const char *folder, fault *f) {
+    static const char *const names[] = {"added_tokens.json", "tokenizer_config.json"};
+    char path[PATH_ROOM];
+    bool ok = true;
+    for (int i = 0; ok && i < 2; i++) {
+        size_t bytes;
+        const char *key;
+        json_t *x, *root;
+        if (!files_join(path, sizeof path, folder, names[i], f)) return false;
+        if (!files_exist(path)) continue;
+        char *text = files_read(path, FILE_LIMIT, &bytes, f);
+        if (!text) return false;
+        root = json_file_parse(path, text, bytes, &json_of_tokens, JSON_DECODE_INT_AS_REAL, f);
+        free(text);
+        ok = root != NULL;
+        json_object_foreach(i ? json_object_get(root, "added_tokens_decoder") : root, key, x) {
+            const char *token = i ? json_string_value(json_object_get(x, "content")) : key;
+            if (!ok || (token && json_object_get(special, token))) continue;
+            ok = fault_set(f, "%s: token \"%.60s\": must be an added token of tokenizer.json too",
+                           path, token ? token : key);
+        }
+        json_decref(root);
+    }
+    return ok;
+}
+
+static bool load_tokenizer(bpe_vocab *v, const char *folder, const char *path, fault *f) {
     size_t bytes, vocab_bytes;
     bool adds = false;
     json_t *root = json_file_read(path, &json_of_tokens, f);
@@ -596,6 +624,7 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
          fill_added(v, vocab, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
          read_around(v, json_object_get(root, "post_processor"), &adds, path, f) &&
          find_end(v, path, f) && load_merge_list(v, json_object_get(model, "merges"), path, f);
+    ok = ok && check_beside(special, folder, f);
     if (ok) v->whole = json_is_true(json_object_get(model, "ignore_merges"));
     json_decref(special);
     json_decref(root);
@@ -620,7 +649,7 @@ static bool load_folder(bpe_vocab *v, const char *folder, fault *f) {
     memset(v, 0, sizeof *v);
     v->prefix = v->end_of_text = -1;
     if (!files_join(path, sizeof path, folder, "tokenizer.json", f)) return false;
-    if (files_exist(path)) return load_tokenizer(v, path, f);
+    if (files_exist(path)) return load_tokenizer(v, folder, path, f);
     if (!files_join(path, sizeof path, folder, "added_tokens.json", f)) return false;
     if (files_exist(path))
         return fault_set(

@@ -346,8 +346,8 @@ static void note_resume(const data *d) {
     if (p->fingerprint != s->fingerprint)
         listener_say(
             &d->options.notes,
-            "warning: the data are not those of the checkpoint (names, sizes, contents or "
-            "tokenizer differ); going on at sample %lld of what is here, and validation may be on "
+            "warning: the data are not those of the checkpoint (tokenizer, names, sizes or "
+            "contents differ); going on at sample %lld of what is here, and validation may be on "
             "text that was trained on",
             (long long)p->sample);
     else if (p->split_parts != s->split_parts || p->split_size != s->split_size)

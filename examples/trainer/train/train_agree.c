@@ -61,7 +61,7 @@ bool train_same_data(trainer *t, fault *f) {
     return rank < 0 ||
            fault_set(f,
                      "data.path = %.300s: what rank %d reads there is not what the other processes "
-                     "read: names, sizes, contents or tokenizer differ",
+                     "read: tokenizer, names, sizes or contents differ",
                      t->config->data.path, rank);
 }
 
