@@ -214,6 +214,7 @@ class Views(unittest.TestCase):
         nsa.attend_win_forward(x, p.desc)
         np.testing.assert_array_equal(other.transpose(0, 2, 1, 3), p.out)
 
+    @unittest.skipUnless(hasattr(np.ndarray, "__dlpack__"), "a numpy without it, before 1.22")
     def test_dlpack(self):
         class Only:
             """An array of which nothing is known but DLPack."""

@@ -1160,6 +1160,27 @@ class Misuse(unittest.TestCase):
                      **GEOMETRY)
         self.assertEqual([x._version - n for x, n in zip(pair, before)], [2, 1])
 
+    @CPU
+    def test_what_nsa_writes_to_has_another_version(self):
+        """Who has saved it for a backward is told so: else its gradients would be wrong in silence."""
+        q, k = torch.randn(1, T, H, D), torch.randn(1, T, HK, D)
+        d = nsa.desc(1, T, H, HK, D, **GEOMETRY)
+        out, lse, dq = torch.zeros(1, T, H, D), torch.zeros(1, T, H), torch.zeros(1, T, H, D)
+        x = nsa.Attend(q=q, k=k, v=k, out=out, lse=lse)
+        y = (out * torch.ones(D, requires_grad=True)).sum()
+        nsa.attend_win_forward(x, d)
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            y.backward()
+        nsa.attend_win_backward(nsa.Attend(q=dq, out=out), x, d)
+        lists = torch.zeros(1, T, HK, 3, dtype=torch.int32)
+        nsa.normalize_blocks(lists, d)
+        self.assertEqual([z._version for z in (q, k, out, lse, dq, lists)], [0, 0, 1, 1, 1, 1])
+        with torch.inference_mode():
+            nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=k, out=torch.empty(1, T, H, D), lse=lse), d)
+        module = nt.NativeSparseAttention(32, H, HK, **GEOMETRY)
+        with torch.no_grad():
+            module(torch.randn(1, 5, 32), cache=module.cache(1, 8))
+
     def test_numbers_as_others_give_them(self):
         q, k, v = (rows(1, 50, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
         begins = torch.tensor([0, 20, 50], dtype=torch.int32, device=DEVICE)
