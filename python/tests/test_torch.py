@@ -1187,15 +1187,17 @@ class Misuse(unittest.TestCase):
         found = nt.attend_win(q, k, v, begins=begins, longest=torch.tensor(30))
         self.assertTrue(torch.equal(found[0], nt.attend_win(q, k, v, begins=begins, longest=30)[0]))
         want = nt.attend_win(q, k, v, window=7, scale=0.25)[0]
-        for window, scale in ((np.int64(7), 1 / np.sqrt(16)), (np.array(7), np.float32(0.25)), (torch.tensor(7), torch.tensor(0.25)),
-                              (7, np.longdouble(1) / 4), (7, fractions.Fraction(1, 4)), (7, torch.nn.Parameter(torch.tensor(0.25), False))):
+        for window, scale in ((np.int64(7), 1 / np.sqrt(16)), (np.array(7), np.float32(0.25)), (7, fractions.Fraction(1, 4)),
+                              (7, np.longdouble(1) / 4), (torch.tensor(7), torch.tensor(0.25)),
+                              (7, torch.nn.Parameter(torch.tensor(0.25), False))):
             self.assertTrue(torch.equal(nt.attend_win(q, k, v, window=window, scale=scale)[0], want), repr(scale))
 
     def test_options_that_ask_for_a_gradient(self):
         """They are numbers, and have none: zeros would be wrong in silence."""
         q, k = (rows(1, 20, h, D, dtype=torch.float32, grad=False) for h in (H, HK))
         number, numbers = torch.tensor(0.25, requires_grad=True), torch.ones(D // 2, requires_grad=True)
-        for name, call in (("scale", lambda: nt.attend_dense(q, k, k, scale=number)), ("base", lambda: nt.rope(q, base=number + 9)),
+        for name, call in (("scale", lambda: nt.attend_dense(q, k, k, scale=number)),
+                           ("base", lambda: nt.rope(q, base=number + 9)),
                            ("scale", lambda: nt.NativeSparseAttention(32, H, HK, scale=torch.nn.Parameter(number.detach()))),
                            ("frequencies", lambda: nt.rope(q, frequencies=numbers)),
                            ("frequencies", lambda: nt.rope(q, frequencies=[number] * (D // 2)))):

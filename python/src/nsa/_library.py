@@ -381,8 +381,9 @@ def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:
 
 def written_of(views: Views, words: tuple[str, ...]) -> list[tuple[str, Described]]:
     """Outputs of a forward; gradients of a backward: its first struct, but for those that come in."""
+    backward = words[-1] == "backward"
     return [(path, array) for i, path, struct, field, array in views
-            if ((i == 0 and field not in ("out", "lse", "scores")) if words[-1] == "backward" else field in outputs_of(type(struct), words))]
+            if (i == 0 and field not in ("out", "lse", "scores") if backward else field in outputs_of(type(struct), words))]
 
 
 def check_writable(written: Sequence[tuple[str, Described]]) -> None:

@@ -144,8 +144,8 @@ def _text(name: str, value: Any) -> str:
         return repr(float(value))  # numpy 2 has a name in its numbers' own
     some = hasattr(value, "__len__") and getattr(value, "shape", None) != ()
     if any([getattr(x, "requires_grad", False) for x in (value, *(value if isinstance(value, (list, tuple)) else ()))]):
-        raise refused("OPTION", name, "a tensor that asks for a gradient, and options give none: must be numbers, as x.detach() has "
-                                      "them")
+        raise refused("OPTION", name, "a tensor that asks for a gradient, and options give none: must be numbers, as "
+                                      "x.detach() has them")
     try:
         return "/".join([repr(float(x)) for x in value]) if some else _number(value)
     except (TypeError, ValueError, RuntimeError):
