@@ -95,10 +95,11 @@ class Browser:
         self.call("Emulation.setEmulatedMedia",
                   features=[{"name": name.replace("_", "-"), "value": value} for name, value in features.items()])
 
-    def key(self, key, times=1):
+    def key(self, key, times=1, modifiers=0):
+        """modifiers: 1 is Alt, 2 Ctrl, 4 Meta."""
         for _ in range(times):
             for kind in ("rawKeyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+                self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=modifiers)
 
     def picture(self, path, whole=False):
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]

@@ -57,6 +57,8 @@ function spansOf(layer, head, token) {
     covered: reads.cmp ? (reads.cmp - 1) * cmpStride + cmpBlock : 0, begin: token + 1 - reads.win};
 }
 
+/* Alt and an arrow go back a page, and so on. */
+const isBrowsers = (event) => event.altKey || event.ctrlKey || event.metaKey;
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 
 /* A canvas of the size at which it is shown. */
@@ -166,7 +168,7 @@ function layOutHeads() {
   }
   grid.addEventListener("keydown", (event) => {
     const step = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]}[event.key];
-    if (!step) return;
+    if (!step || isBrowsers(event)) return;
     event.preventDefault();
     choose((state.layer + step[0] + layers) % layers, (state.head + step[1] + heads) % heads);
     grid.querySelector('[aria-checked="true"]').focus();
@@ -550,7 +552,7 @@ function listenToText() {
   box.addEventListener("keydown", (event) => {
     const step = {ArrowLeft: -1, ArrowRight: 1, PageUp: -geometry.slcBlock, PageDown: geometry.slcBlock,
       Home: -state.token, End: state.text.length}[event.key];
-    if (step !== undefined) {
+    if (step !== undefined && !isBrowsers(event)) {
       event.preventDefault();
       point(state.token + step, true);
       scrollToQuery();

@@ -153,6 +153,9 @@ def check_keyboard(page):
     page.evaluate("point(200, true), at('tokens').focus()")
     page.key("ArrowLeft", 3)
     check(token_of(page) == 197, "arrows move the query")
+    for modifier in (2, 4):
+        page.key("ArrowLeft", modifiers=modifier)
+    check(token_of(page) == 197, "keys with Ctrl or Meta are the browser's")
     page.key("PageUp")
     check(token_of(page) == 197 - page.evaluate("geometry.slcBlock"), "PgUp moves it by a block")
     page.key("Home")

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import unittest
@@ -196,6 +197,18 @@ class Layout(unittest.TestCase):
                                                  ctypes.addressof(room), len(room)))
         np.testing.assert_array_equal(p.out, expected)
 
+    def test_a_compiler_of_several_words(self):
+        """As CC has them: "ccache gcc"."""
+        for nvcc, code, words in ((f"'{sys.executable}' -c pass", 0, "-c pass -O3"),
+                                  ("/", 1, "/: Permission denied; must be a compiler"),
+                                  ("no_such_compiler -m64", 1, "no_such_compiler: No such file")):
+            with self.subTest(nvcc), tempfile.TemporaryDirectory(prefix="a b") as folder:
+                done = subprocess.run([sys.executable, "-m", "nsa.build", "cuda", "sm_80", "--to", folder],
+                                      capture_output=True, text=True,
+                                      env={**os.environ, "NVCC": nvcc, "PYTHONPATH": os.pathsep.join(sys.path)})
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertRegex(done.stderr if code else done.stdout, words)
+
     def test_version(self):
         self.assertRegex(nsa.__version__, r"^\d+\.\d+\.\d+$")
 
@@ -214,6 +227,7 @@ class Views(unittest.TestCase):
         nsa.attend_win_forward(x, p.desc)
         np.testing.assert_array_equal(other.transpose(0, 2, 1, 3), p.out)
 
+    @unittest.skipUnless(hasattr(np.ndarray, "__dlpack__"), "a numpy without it, before 1.22")
     def test_dlpack(self):
         class Only:
             """An array of which nothing is known but DLPack."""

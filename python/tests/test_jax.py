@@ -402,6 +402,8 @@ class Jax(unittest.TestCase):
                     np.testing.assert_array_equal(a, b)
         with self.assertRaisesRegex(nsa.Refused, "^w1: ndarray, must be a number, a word, or numbers in a list"):
             nj.compress(k, w1=w1)
+        np.testing.assert_array_equal(nj.attend_win(q, k, v, window=np.int64(7), scale=1 / np.sqrt(16))[0],
+                                      nj.attend_win(q, k, v, window=7, scale=0.25)[0])
 
     def test_fewer_queries_than_tokens(self):
         with self.assertRaisesRegex(nsa.Refused, "first: not given, and there are 12 rows of queries for 52 tokens"):

@@ -5,6 +5,7 @@ Debian 12, 1.13, whose autograd Functions take the operators' place; what only n
 """
 import contextlib
 import copy
+import fractions
 import gc
 import io
 import itertools
@@ -19,6 +20,7 @@ import threading
 import unittest
 import unittest.mock
 
+import numpy as np
 import torch
 
 import nsa
@@ -1091,8 +1093,8 @@ class Misuse(unittest.TestCase):
         for name in ("heads", "dim"):
             with self.assertRaisesRegex(nsa.Refused, f"{name}: no option"):
                 nt.rope(q, **{name: 200})
-        with self.assertRaisesRegex(nsa.Refused, "tokens: no option"):
-            nt.attend_win(q, k, v, forced="inside,tokens=99")
+        with self.assertRaisesRegex(nsa.Refused, "forced: 'inside,window=9', must be one word"):
+            nt.attend_win(q, k, v, forced="inside,window=9")
 
     def test_fewer_queries_than_tokens(self):
         """Nobody guesses whether they are the first tokens or the last."""
@@ -1158,11 +1160,50 @@ class Misuse(unittest.TestCase):
                      **GEOMETRY)
         self.assertEqual([x._version - n for x, n in zip(pair, before)], [2, 1])
 
+    @CPU
+    def test_what_nsa_writes_to_has_another_version(self):
+        """Who has saved it for a backward is told so: else its gradients would be wrong in silence."""
+        q, k = torch.randn(1, T, H, D), torch.randn(1, T, HK, D)
+        d = nsa.desc(1, T, H, HK, D, **GEOMETRY)
+        out, lse, dq = torch.zeros(1, T, H, D), torch.zeros(1, T, H), torch.zeros(1, T, H, D)
+        x = nsa.Attend(q=q, k=k, v=k, out=out, lse=lse)
+        y = (out * torch.ones(D, requires_grad=True)).sum()
+        nsa.attend_win_forward(x, d)
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            y.backward()
+        nsa.attend_win_backward(nsa.Attend(q=dq, out=out), x, d)
+        lists = torch.zeros(1, T, HK, 3, dtype=torch.int32)
+        nsa.normalize_blocks(lists, d)
+        self.assertEqual([z._version for z in (q, k, out, lse, dq, lists)], [0, 0, 1, 1, 1, 1])
+        with torch.inference_mode():
+            nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=k, out=torch.empty(1, T, H, D), lse=lse), d)
+        module = nt.NativeSparseAttention(32, H, HK, **GEOMETRY)
+        with torch.no_grad():
+            module(torch.randn(1, 5, 32), cache=module.cache(1, 8))
+
     def test_numbers_as_others_give_them(self):
         q, k, v = (rows(1, 50, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
         begins = torch.tensor([0, 20, 50], dtype=torch.int32, device=DEVICE)
         found = nt.attend_win(q, k, v, begins=begins, longest=torch.tensor(30))
         self.assertTrue(torch.equal(found[0], nt.attend_win(q, k, v, begins=begins, longest=30)[0]))
+        want = nt.attend_win(q, k, v, window=7, scale=0.25)[0]
+        for window, scale in ((np.int64(7), 1 / np.sqrt(16)), (np.array(7), np.float32(0.25)), (7, fractions.Fraction(1, 4)),
+                              (7, np.longdouble(1) / 4), (torch.tensor(7), torch.tensor(0.25)),
+                              (7, torch.nn.Parameter(torch.tensor(0.25), False))):
+            self.assertTrue(torch.equal(nt.attend_win(q, k, v, window=window, scale=scale)[0], want), repr(scale))
+
+    def test_options_that_ask_for_a_gradient(self):
+        """They are numbers, and have none: zeros would be wrong in silence."""
+        q, k = (rows(1, 20, h, D, dtype=torch.float32, grad=False) for h in (H, HK))
+        number, numbers = torch.tensor(0.25, requires_grad=True), torch.ones(D // 2, requires_grad=True)
+        for name, call in (("scale", lambda: nt.attend_dense(q, k, k, scale=number)),
+                           ("base", lambda: nt.rope(q, base=number + 9)),
+                           ("scale", lambda: nt.NativeSparseAttention(32, H, HK, scale=torch.nn.Parameter(number.detach()))),
+                           ("frequencies", lambda: nt.rope(q, frequencies=numbers)),
+                           ("frequencies", lambda: nt.rope(q, frequencies=[number] * (D // 2)))):
+            with self.subTest(name), self.assertRaisesRegex(nsa.Refused, f"^{name}: a tensor that asks for a gradient"):
+                call()
+        nt.rope(q, frequencies=numbers.detach())
 
     @CPU
     def test_memory_of_lazy_views_through_the_structs(self):

@@ -24,7 +24,7 @@ from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
 from . import _library
 from ._library import (Library, Lock, call, check_arrays, check_shapes, check_writable, checked, frequencies_of, has_computed, integers_in,
-                       is_logarithm, library, library_for, memory, views_of)
+                       is_logarithm, library, library_for, memory, views_of, was_written, written_of)
 from ._refused import Refused, refused
 from ._rope import rope_options
 from ._struct import Array, Struct, check_int, check_kind
@@ -141,9 +141,10 @@ def check_blocks(blocks: Array, desc: Desc) -> BlockFault | None:
 def normalize_blocks(blocks: Array, desc: Desc) -> None:
     """Brings any lists into the form: sorted, no duplicates, candidates only, -1 behind the last."""
     x = _lists(blocks, desc)
-    if describe(blocks, "blocks").readonly:
-        raise refused("NULL", "blocks", "is read-only, and would be written")
+    written = [("blocks", describe(blocks, "blocks"))]
+    check_writable(written)
     library().check(library().nsa_normalize_blocks(ctypes.byref(x.blocks), ctypes.byref(desc)))
+    was_written(written)
 
 
 # ---- Decoding -----------------------------------------------------------------------------------
@@ -224,13 +225,15 @@ class Cache:
         rows.first, rows.count, rows.tokens, rows.begins = 0, count, count, None
         views = views_of([x])
         check_shapes(views, rows, ())
-        check_writable([view for view in views if view[3] not in ("k_cmp.out", "v_cmp.out")], ("decode",))
+        written = written_of([view for view in views if view[1] not in ("k_cmp.out", "v_cmp.out")], ("decode",))
+        check_writable(written)
         if library_for(views) is not self._lib:
             raise refused("DTYPE", "x", "arrays of float64 go with a cache of float64, and no others do")
         each = None if counts is None else integers_in(counts, "counts", self.desc.batch)
         reads = (Reads * self.desc.batch)()
         with self._lock:
             self._decode(x, count, each, reads)
+        was_written(written)
         if each is not None:
             self._fill(views, count, list((ctypes.c_int32 * self.desc.batch).from_address(each)))
         return list(reads)

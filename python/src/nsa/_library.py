@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import pathlib
+import sys
 import threading
 import warnings
 import weakref
@@ -299,7 +300,8 @@ def _cmp_count(desc: Desc, stride: int, tokens: int) -> int:
 _OF_LISTS = {("score", "blocks", "forward"), ("score", "blocks", "backward")}
 
 
-def outputs_of(struct: Any, words: tuple[str, ...]) -> set[str]:
+@functools.lru_cache(None)
+def outputs_of(struct: type[Struct], words: tuple[str, ...]) -> set[str]:
     """The fields that a forward function writes, whose name is of these words."""
     return set(struct._outputs_) - ({"blocks"} if words[:3] in _OF_LISTS else set())
 
@@ -377,13 +379,30 @@ def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:
     return product
 
 
-def check_writable(views: Views, words: tuple[str, ...]) -> None:
+def written_of(views: Views, words: tuple[str, ...]) -> list[tuple[str, Described]]:
     """Outputs of a forward; gradients of a backward: its first struct, but for those that come in."""
-    for i, path, struct, field, array in views:
-        if not array.readonly:
-            continue
-        if (i == 0 and field not in ("out", "lse", "scores")) if words[-1] == "backward" else field in outputs_of(struct, words):
+    backward = words[-1] == "backward"
+    return [(path, array) for i, path, struct, field, array in views
+            if (i == 0 and field not in ("out", "lse", "scores") if backward else field in outputs_of(type(struct), words))]
+
+
+def check_writable(written: Sequence[tuple[str, Described]]) -> None:
+    for path, array in written:
+        if array.readonly:
             raise refused("NULL", path, "is read-only, and would be written")
+
+
+def was_written(written: Sequence[tuple[str, Described]]) -> None:
+    """PyTorch's graphs that have saved a tensor must learn that it has other values now."""
+    graph = getattr(getattr(sys.modules.get("torch"), "autograd", None), "graph", None)
+    for _, array in written:
+        x = array.source
+        if graph is None or not hasattr(x, "data_ptr") or hasattr(x, "is_inference") and x.is_inference():
+            continue
+        if hasattr(graph, "increment_version"):
+            graph.increment_version(x)
+        else:  # an operation in place on none of its elements
+            x.detach()[:0].zero_()
 
 
 #: What of cmp_block .. slc_local a function has a use for, where that is not all; by the words that its name begins with.
@@ -497,7 +516,8 @@ def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = No
     backward = name.endswith("_backward")
     words = tuple(name.removeprefix("nsa_").split("_"))
     check_shapes(views, desc, words)
-    check_writable(views, words)
+    written = written_of(views, words)
+    check_writable(written)
     has_computed()
     arguments: list[Any] = [ctypes.byref(x) for x in structs] + [d]
     size = getattr(lib, name + "_workspace_size", None)
@@ -510,16 +530,17 @@ def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = No
             given = describe_bytes(workspace)
             arguments += list(given)
     lib.check(getattr(lib, name)(*arguments), *structs, desc)
+    was_written(written)
     if desc.begins and not backward:
         _clear(lib, views, desc, words)
 
 
 def _clear(lib: Library, views: Views, desc: Desc, words: tuple[str, ...]) -> None:
     """Rows of packed sequences that are no query's: 0, lse and scores -inf, lists -1."""
-    read = {array.address for *_, struct, field, array in views if field not in outputs_of(struct, words)}
+    read = {array.address for *_, struct, field, array in views if field not in outputs_of(type(struct), words)}
     for *_, struct, field, array in views:
         shape = shape_for(type(struct), field, words)
-        if field in outputs_of(struct, words) and shape and "count" in shape and array.address not in read:
+        if field in outputs_of(type(struct), words) and shape and "count" in shape and array.address not in read:
             heads, width = (*array.shape[2:], 1)[:2]
             lib.clear(ctypes.byref(desc), ctypes.byref(getattr(struct, field)), array.shape[1], heads, width,
                       is_logarithm(field))

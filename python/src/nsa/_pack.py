@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 from typing import Any, Sequence
 
@@ -129,17 +130,34 @@ def parse(text: str, kind: Any) -> dict[str, Any]:
 
 def options(**fields: Any) -> str:
     """Options in the form that the operators take: a string, for a graph holds nothing else."""
-    return ",".join(f"{name}={value!r}" if isinstance(value, float) else f"{name}={getattr(value, 'value', value)}"
-                    if isinstance(value, (int, str)) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ()
-                    else f"{name}=" + _numbers(name, value)
-                    for name, value in fields.items() if value is not None)
+    return ",".join([f"{name}={_text(name, value)}" for name, value in fields.items() if value is not None])
 
 
-def _numbers(name: str, values: Any) -> str:
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        if "," in value or "=" in value:  # or it would be another option too
+            raise refused("OPTION", name, f"{value!r}, must be one word")
+        return value
+    if isinstance(value, int):
+        return str(getattr(value, "value", value))
+    if isinstance(value, float):
+        return repr(float(value))  # numpy 2 has a name in its numbers' own
+    some = hasattr(value, "__len__") and getattr(value, "shape", None) != ()
+    if any([getattr(x, "requires_grad", False) for x in (value, *(value if isinstance(value, (list, tuple)) else ()))]):
+        raise refused("OPTION", name, "a tensor that asks for a gradient, and options give none: must be numbers, as "
+                                      "x.detach() has them")
     try:
-        return "/".join(repr(float(x)) for x in values)
+        return "/".join([repr(float(x)) for x in value]) if some else _number(value)
     except (TypeError, ValueError, RuntimeError):
-        raise refused("OPTION", name, f"{type(values).__name__}, must be a number, a word, or numbers in a list") from None
+        raise refused("OPTION", name, f"{type(value).__name__}, must be a number, a word, or numbers in a list") from None
+
+
+def _number(value: Any) -> str:
+    """Of an array without axes, or of another library."""
+    try:
+        return str(operator.index(value))
+    except TypeError:
+        return repr(float(value))
 
 
 @functools.lru_cache(None)

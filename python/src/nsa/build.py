@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,12 +22,18 @@ from ._library import FOLDER
 NATIVE = FOLDER / "native"
 
 
+def words_of(variable: str, otherwise: str) -> list[str]:
+    """A compiler, and what is put in front of it or behind: "ccache gcc", "gcc -m64". A path may have spaces."""
+    given = os.environ.get(variable, "")
+    return [given] if shutil.which(given) else shlex.split(given) or [otherwise]
+
+
 def run(command: list[str]) -> None:
     print(" ".join(command), flush=True)
     try:
         code = subprocess.run(command).returncode
-    except FileNotFoundError:
-        sys.exit(f"there is no {command[0]} on this machine")
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}; must be a compiler, as CC or NVCC names it")
     if code:
         sys.exit(1)
 
@@ -36,9 +43,8 @@ def build_jax(to: pathlib.Path) -> None:
         import jax
     except ImportError:
         sys.exit("jax is not installed here, whose jaxlib has the header that is needed: pip install jax")
-    compiler = os.environ.get("CC", "cc")
-    run([compiler, "-std=c99", "-D_POSIX_C_SOURCE=200809L", "-O2", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir(),
-         str(NATIVE / "xla.c"), "-o", str(to / "libnsa_xla.so"), "-ldl"])
+    run([*words_of("CC", "cc"), "-std=c99", "-D_POSIX_C_SOURCE=200809L", "-O2", "-shared", "-fPIC", "-isystem",
+         jax.ffi.include_dir(), str(NATIVE / "xla.c"), "-o", str(to / "libnsa_xla.so"), "-ldl"])
 
 
 def architectures() -> list[str]:
@@ -53,11 +59,11 @@ def architectures() -> list[str]:
 
 
 def build_cuda(to: pathlib.Path, wanted: list[str]) -> None:
-    compiler = os.environ.get("NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    compiler = words_of("NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     flags = []
     for name in wanted or architectures():
         flags += ["-gencode", f"arch=compute_{name.removeprefix('sm_')},code={name}"]
-    run([compiler, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *flags, "-I", str(NATIVE), str(NATIVE / "cuda.cu"),
+    run([*compiler, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *flags, "-I", str(NATIVE), str(NATIVE / "cuda.cu"),
          "-o", str(to / "libnsa_cuda.so")])
 
 
