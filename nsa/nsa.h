@@ -966,10 +966,12 @@ static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
     return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
 }
 
-/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
+/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's.
+   clang 19 folds the bits of an argument too, but not what it reads from volatile memory. */
 static int nsa__is_finite(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
+    uint64_t copy;
+    memcpy(&copy, &x, sizeof copy);
+    const volatile uint64_t bits = copy;
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
@@ -1667,11 +1669,15 @@ NSA__INLINE uint32_t nsa__float_bits(float x) {
     return bits;
 }
 
+/* Volatile, because under -ffast-math clang 19 takes a function that is known to return one
+   of them for one that returns anything. */
 static nsa_real nsa__nan(void) {
-    return (nsa_real)nsa__float_from_bits(0x7fc00000u);
+    const volatile uint32_t bits = 0x7fc00000u;
+    return (nsa_real)nsa__float_from_bits(bits);
 }
 static nsa_real nsa__minus_infinity(void) {
-    return (nsa_real)nsa__float_from_bits(0xff800000u);
+    const volatile uint32_t bits = 0xff800000u;
+    return (nsa_real)nsa__float_from_bits(bits);
 }
 
 /* What loops call is inlined: a public function that a shared library exports never is. */
