@@ -966,10 +966,12 @@ static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
     return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
 }
 
-/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
+/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's.
+   clang 19 folds the bits of an argument too, but not what it reads from volatile memory. */
 static int nsa__is_finite(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
+    uint64_t copy;
+    memcpy(&copy, &x, sizeof copy);
+    const volatile uint64_t bits = copy;
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
@@ -1667,11 +1669,15 @@ NSA__INLINE uint32_t nsa__float_bits(float x) {
     return bits;
 }
 
+/* Volatile, because under -ffast-math clang 19 takes a function that is known to return one
+   of them for one that returns anything. */
 static nsa_real nsa__nan(void) {
-    return (nsa_real)nsa__float_from_bits(0x7fc00000u);
+    const volatile uint32_t bits = 0x7fc00000u;
+    return (nsa_real)nsa__float_from_bits(bits);
 }
 static nsa_real nsa__minus_infinity(void) {
-    return (nsa_real)nsa__float_from_bits(0xff800000u);
+    const volatile uint32_t bits = 0xff800000u;
+    return (nsa_real)nsa__float_from_bits(bits);
 }
 
 /* What loops call is inlined: a public function that a shared library exports never is. */
@@ -1801,6 +1807,9 @@ static void nsa__fetch_l2(const void *at, size_t bytes) {
 #if defined(__clang__)
 #define NSA__COMPILED
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
+#if defined(__x86_64__) || defined(__aarch64__) /* elsewhere clang warns that it cannot */
+#define NSA__QUOTIENTS _Pragma("float_control(precise, on)")
+#endif
 #elif defined(__GNUC__)
 #define NSA__COMPILED \
     __attribute__((__optimize__("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
@@ -1808,6 +1817,9 @@ static void nsa__fetch_l2(const void *at, size_t bytes) {
 #else
 #define NSA__COMPILED
 #define NSA__ARITHMETIC
+#endif
+#ifndef NSA__QUOTIENTS /* of rows of 8 bits are no products with a reciprocal */
+#define NSA__QUOTIENTS
 #endif
 
 /* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
@@ -1870,6 +1882,7 @@ NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *r
    down where that product would be infinite; 0 rather than subnormal, which -ffast-math may take
    for 0. NaN where one of the numbers is not finite. */
 NSA__COMPILED static float nsa__scale_of(nsa_dtype dtype, const nsa_real *x, int n) {
+    NSA__QUOTIENTS
     const float largest = dtype == NSA_I8 ? 127 : 448;
     uint32_t most = 0, bits;
     for (int i = 0; i < n; i++) {
@@ -1895,6 +1908,7 @@ NSA__INLINE unsigned char nsa__to_scaled(nsa_dtype dtype, float x) {
 /* Writes a row of 8 bits and its scales. Numbers whose scale is 0 or NaN are zeros. */
 NSA__COMPILED static void nsa__store_scaled(nsa_dtype dtype, unsigned char *row,
                                             const nsa_real *from, int n) {
+    NSA__QUOTIENTS
     for (int begin = 0; begin < n; begin += NSA__SCALE_COLUMNS) {
         const int end = n - begin < NSA__SCALE_COLUMNS ? n : begin + NSA__SCALE_COLUMNS;
         const float scale = nsa__scale_of(dtype, from + begin, end - begin);

@@ -41,11 +41,15 @@ NSA__INLINE uint32_t nsa__float_bits(float x) {
     return bits;
 }
 
+/* Volatile, because under -ffast-math clang 19 takes a function that is known to return one
+   of them for one that returns anything. */
 static nsa_real nsa__nan(void) {
-    return (nsa_real)nsa__float_from_bits(0x7fc00000u);
+    const volatile uint32_t bits = 0x7fc00000u;
+    return (nsa_real)nsa__float_from_bits(bits);
 }
 static nsa_real nsa__minus_infinity(void) {
-    return (nsa_real)nsa__float_from_bits(0xff800000u);
+    const volatile uint32_t bits = 0xff800000u;
+    return (nsa_real)nsa__float_from_bits(bits);
 }
 
 /* What loops call is inlined: a public function that a shared library exports never is. */
@@ -175,6 +179,9 @@ static void nsa__fetch_l2(const void *at, size_t bytes) {
 #if defined(__clang__)
 #define NSA__COMPILED
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
+#if defined(__x86_64__) || defined(__aarch64__) /* elsewhere clang warns that it cannot */
+#define NSA__QUOTIENTS _Pragma("float_control(precise, on)")
+#endif
 #elif defined(__GNUC__)
 #define NSA__COMPILED \
     __attribute__((__optimize__("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
@@ -182,6 +189,9 @@ static void nsa__fetch_l2(const void *at, size_t bytes) {
 #else
 #define NSA__COMPILED
 #define NSA__ARITHMETIC
+#endif
+#ifndef NSA__QUOTIENTS /* of rows of 8 bits are no products with a reciprocal */
+#define NSA__QUOTIENTS
 #endif
 
 /* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
@@ -244,6 +254,7 @@ NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *r
    down where that product would be infinite; 0 rather than subnormal, which -ffast-math may take
    for 0. NaN where one of the numbers is not finite. */
 NSA__COMPILED static float nsa__scale_of(nsa_dtype dtype, const nsa_real *x, int n) {
+    NSA__QUOTIENTS
     const float largest = dtype == NSA_I8 ? 127 : 448;
     uint32_t most = 0, bits;
     for (int i = 0; i < n; i++) {
@@ -269,6 +280,7 @@ NSA__INLINE unsigned char nsa__to_scaled(nsa_dtype dtype, float x) {
 /* Writes a row of 8 bits and its scales. Numbers whose scale is 0 or NaN are zeros. */
 NSA__COMPILED static void nsa__store_scaled(nsa_dtype dtype, unsigned char *row,
                                             const nsa_real *from, int n) {
+    NSA__QUOTIENTS
     for (int begin = 0; begin < n; begin += NSA__SCALE_COLUMNS) {
         const int end = n - begin < NSA__SCALE_COLUMNS ? n : begin + NSA__SCALE_COLUMNS;
         const float scale = nsa__scale_of(dtype, from + begin, end - begin);

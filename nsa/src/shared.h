@@ -215,10 +215,12 @@ static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
     return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
 }
 
-/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
+/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's.
+   clang 19 folds the bits of an argument too, but not what it reads from volatile memory. */
 static int nsa__is_finite(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
+    uint64_t copy;
+    memcpy(&copy, &x, sizeof copy);
+    const volatile uint64_t bits = copy;
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
