@@ -179,7 +179,8 @@ static void nsa__fetch_l2(const void *at, size_t bytes) {
 #if defined(__clang__)
 #define NSA__COMPILED
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
-#if defined(__x86_64__) || defined(__aarch64__) /* elsewhere clang warns that it cannot */
+/* elsewhere clang warns that it cannot */
+#if defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ >= 16)
 #define NSA__QUOTIENTS _Pragma("float_control(precise, on)")
 #endif
 #elif defined(__GNUC__)
