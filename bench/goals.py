@@ -186,9 +186,10 @@ def goals(cpu, beside, many, tinylm, built):
     ]
 
 
-def write(path, of, goals):
-    """The table, with the origin of the first report that it is of."""
-    origin = {name: of.reports[0][name] for name in ("machine", "date", "commit")}
+def write(path, reports, goals):
+    """The table, with the days and commits of the reports that it is of; they are of one kind of machine."""
+    origin = {"machine": reports[0].reports[0]["machine"], **{
+        name: ", ".join(dict.fromkeys(one[name] for of in reports for one in of.reports)) for name in ("date", "commit")}}
     names = ("what", "must", "goal", "measured")
     path.write_text(json.dumps({**origin, "rows": [dict(zip(names, row)) for row in goals]}, indent=1) + "\n")
     for what, must, goal, measured in goals:
@@ -203,10 +204,10 @@ def main(arguments):
     folder = pathlib.Path(arguments[0] if arguments else pathlib.Path(__file__).parent / "results")
     reports = [Rows(folder, names) for names in (
         ["cpu.json", "cpu_64k.json"], ["cpu_beside.json"], ["many_threads.json"], ["tinylm.json"], ["flags.json"])]
-    write(folder / "goals.json", reports[0], goals(*reports))
+    write(folder / "goals.json", reports, goals(*reports))
     reports = [Rows(folder, [f"{name}.json"]) for name in (
         "cpu_bf16_f32", "cpu_bf16", "decode", "decode_bf16", "cpu_pytorch")]
-    write(folder / "goals_bf16.json", reports[0], goals_of_bf16(*reports))
+    write(folder / "goals_bf16.json", reports, goals_of_bf16(*reports))
 
 
 if __name__ == "__main__":
