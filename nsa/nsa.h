@@ -100,7 +100,7 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that the call refuses, and where none is needed. A call takes some 24 KB of stack,
+     descriptor that the call refuses, and where none is needed. A call takes up to 28 KB of stack,
      with NSA_REAL double 42, and each of OpenMP's threads as much, whatever the widths.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
@@ -2169,7 +2169,8 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
    Twin: none. Not here: the tiles of each set (tiles.h). */
 
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
-#if defined(__SSE2__)
+/* The machine too: Emscripten's -msse2 says SSE2, of WebAssembly. */
+#if defined(__SSE2__) && (defined(__x86_64__) || defined(__i386__))
 #define NSA__HAS_SSE2
 /* GCC for Windows spills wide vectors to a stack that is not aligned for them: its PR 54412. */
 #if (!defined(_WIN32) || defined(__clang__) || defined(NSA_UNALIGNED_SPILLS)) && \

@@ -99,7 +99,7 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that the call refuses, and where none is needed. A call takes some 24 KB of stack,
+     descriptor that the call refuses, and where none is needed. A call takes up to 28 KB of stack,
      with NSA_REAL double 42, and each of OpenMP's threads as much, whatever the widths.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.

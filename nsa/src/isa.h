@@ -4,7 +4,8 @@
 #include "numbers.h"
 
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
-#if defined(__SSE2__)
+/* The machine too: Emscripten's -msse2 says SSE2, of WebAssembly. */
+#if defined(__SSE2__) && (defined(__x86_64__) || defined(__i386__))
 #define NSA__HAS_SSE2
 /* GCC for Windows spills wide vectors to a stack that is not aligned for them: its PR 54412. */
 #if (!defined(_WIN32) || defined(__clang__) || defined(NSA_UNALIGNED_SPILLS)) && \

@@ -209,6 +209,21 @@ class Layout(unittest.TestCase):
                 self.assertEqual(done.returncode, code, done.stderr)
                 self.assertRegex(done.stderr if code else done.stdout, words)
 
+    def test_pip_knows_what_was_built(self):
+        """Or it would leave the library behind, and an upgrade would run it with a newer header's structs."""
+        with tempfile.TemporaryDirectory() as site, tempfile.TemporaryDirectory() as elsewhere:
+            info = pathlib.Path(site, "nsa_attention-0.dist-info")
+            info.mkdir()
+            (info / "METADATA").write_text("Name: nsa-attention\nVersion: 0\n")
+            (info / "RECORD").write_text("nsa_attention-0.dist-info/RECORD,,\n")
+            pathlib.Path(site, "nsa").symlink_to(_library.FOLDER)
+            for to in ([], [], ["--to", elsewhere]):
+                subprocess.run([sys.executable, "-m", "nsa.build", "cuda", "sm_80", *to], check=True, capture_output=True,
+                               env={**os.environ, "NVCC": f"'{sys.executable}' -c pass",
+                                    "PYTHONPATH": os.pathsep.join([site, *sys.path])})
+            self.assertEqual((info / "RECORD").read_text(),
+                             "nsa_attention-0.dist-info/RECORD,,\nnsa/libnsa_cuda.so,,\n")
+
     def test_version(self):
         self.assertRegex(nsa.__version__, r"^\d+\.\d+\.\d+$")
 

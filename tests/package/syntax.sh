@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # syntax.sh TARGET DIR: what clang says to nsa.h for a machine whose C library is not at hand: macOS on
-# arm64, Windows with MSVC's rules (clang-cl), of 32 bits too. The C library is a few declarations made here,
-# so this is the header's syntax and types alone: nothing is linked or run.
+# arm64, Windows with MSVC's rules (clang-cl), of 32 bits too, Emscripten. The C library is a few
+# declarations made here, so this is the header's syntax and types alone: nothing is linked or run.
 set -euo pipefail
 
 target=$1
@@ -44,6 +44,8 @@ case $target in
         "-I$root/nsa" "${common[@]}")
     ;;
 esac
+# Emscripten's -msse2 and -mavx2 say that there is SSE2 and AVX2, of WebAssembly's vectors.
+[[ $target != wasm32-* ]] || cc+=(-msimd128 -D__SSE2__ -D__AVX2__ -D__FMA__)
 cd "$dir" # to clang-cl a path that begins with /w is an option
 for options in "" -DNSA_STATIC -DNSA_REAL=double; do
     "${cc[@]}" ${options:+"$options"} one.c

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import distributions
 
 from ._library import FOLDER
 
@@ -36,6 +37,17 @@ def run(command: list[str]) -> None:
         sys.exit(f"{command[0]}: {error.strerror}; must be a compiler, as CC or NVCC names it")
     if code:
         sys.exit(1)
+
+
+def record(library: pathlib.Path) -> None:
+    """In pip's list of the package's files, so that it goes with them: a newer package's structs may be others."""
+    line = f"nsa/{library.name},,\n"
+    for file in [file for found in distributions(name="nsa-attention") for file in found.files or ()]:
+        path = pathlib.Path(str(file.locate()))
+        if file.name == "RECORD" and (path.parents[1] / "nsa" / library.name).resolve() == library.resolve():
+            with path.open("r+", encoding="utf-8") as listed:
+                if line not in listed.readlines():
+                    listed.write(line)
 
 
 def build_jax(to: pathlib.Path) -> None:
@@ -79,6 +91,7 @@ def main() -> None:
         build_jax(arguments.to)
     else:
         build_cuda(arguments.to, arguments.arch)
+    record(arguments.to / f"libnsa_{'xla' if arguments.what == 'jax' else 'cuda'}.so")
 
 
 if __name__ == "__main__":
