@@ -92,12 +92,23 @@ def row_of(peer, shape, tokens, which, ms, reason):
 
 
 def measure(torch, peer, make, shape, tokens):
-    """A row for each pass, or one that says why there are none."""
+    """A row for each pass, or one that says why there are none. A pass that fails says why in its own row:
+    others keep their times."""
+    rows, calls = [], {}
+
+    def add(name, ms, error):
+        reason = error and f"{type(error).__name__}: {error}"[:300]
+        rows.append(row_of(peer, shape, tokens, name, ms, reason))
+
     try:
-        rows = [row_of(peer, shape, tokens, name, milliseconds(torch, call), None)
-                for name, call in make(shape, tokens).items()]
+        calls = make(shape, tokens)
     except Exception as error:  # any library may refuse a shape in its own way; the row says which
-        rows = [row_of(peer, shape, tokens, "fwd", None, f"{type(error).__name__}: {error}"[:300])]
+        add("fwd", None, error)
+    for name, call in calls.items():
+        try:
+            add(name, milliseconds(torch, call), None)
+        except Exception as error:
+            add(name, None, error)
     torch.cuda.empty_cache()
     return rows
 

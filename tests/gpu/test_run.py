@@ -10,8 +10,10 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 RUN = pathlib.Path(__file__).resolve().parent / "run"
+sys.path.insert(0, str(RUN.parents[2] / "bench" / "gpu"))
 STANDINS = {
     "nvidia-smi": "echo 'A GPU, 9.0, 1.0'",
     "compute-sanitizer": 'while [ "${1#/}" = "$1" ]; do shift; done; exec "$@"',
@@ -50,6 +52,24 @@ def run(work, *words, path="bin"):
     file = work / "build" / "gpu.json"
     report = json.loads(file.read_text()) if file.exists() else {"rows": [], "failed": []}
     return done.returncode, {row["name"]: row for row in report["rows"]}, report["failed"]
+
+
+def test_peers():
+    """bench/gpu/peers.py where there is no GPU to time: a pass of a peer fails, and it says so alone."""
+    import peers
+
+    def fails():
+        raise RuntimeError("not this shape")
+
+    timer = types.SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda end: 200.0)
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(Event=lambda enable_timing: timer,
+                                                             empty_cache=int))
+    for calls, said in ((lambda *of: {"fwd": int, "bwd": fails, "step": int}, [200, None, 200]),
+                        (lambda *of: fails(), [None])):
+        rows = peers.measure(torch, "a peer", calls, peers.SHAPES[0], 8192)
+        check([row["ms"] for row in rows] == said, f"times of a peer: {rows}")
+        check(all((row["ms"] is None) == (row["reason"] == "RuntimeError: not this shape") for row in rows),
+              f"reasons of a peer: {rows}")
 
 
 def main():
@@ -101,6 +121,7 @@ def main():
     check(len(rows) == 2 + 16 + 60, f"{len(rows)} steps")
     check(rows["graph attention"]["tail"] == "attention quick 1\n", "a graph is asked for")
     check(rows["racecheck decode"]["tail"] == "decode short\n", f"{rows['racecheck decode']}")
+    test_peers()
     print(f"test_run: {len(failures)} failures")
     return 1 if failures else 0
 
