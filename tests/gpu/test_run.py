@@ -13,7 +13,8 @@ import sys
 import types
 
 RUN = pathlib.Path(__file__).resolve().parent / "run"
-sys.path.insert(0, str(RUN.parents[2] / "bench" / "gpu"))
+BENCHES = RUN.parents[2] / "bench" / "gpu"
+sys.path.insert(0, str(BENCHES))
 STANDINS = {
     "nvidia-smi": "echo 'A GPU, 9.0, 1.0'",
     "compute-sanitizer": 'while [ "${1#/}" = "$1" ]; do shift; done; exec "$@"',
@@ -72,6 +73,22 @@ def test_peers():
               f"reasons of a peer: {rows}")
 
 
+def test_predict(work):
+    """bench/gpu/predict.py with a report: what was measured, of which machine; without one: that it was
+    not."""
+    report = {"machine": {"name": "A GPU", "driver": "1.0"}, "commit": "abc", "date": "2026-01-02",
+              "rows": [{"name": "bench", "result": {"rows": [
+                  {"branch": "nsa", "pass": "fwd", "heads": 64, "dim": 128, "dim_v": 128, "tokens": 65536,
+                   "ms": ms} for ms in (None, 98.76)]}}]}
+    (work / "gpu.json").write_text(json.dumps(report))
+    for words, there, not_there in (((), "no GPU was at hand", "98.8"), (
+            ("--measured", work / "gpu.json"), "measured on\nA GPU, driver 1.0 (abc, 2026-01-02)", "at hand")):
+        done = subprocess.run([sys.executable, BENCHES / "predict.py", *words], text=True,
+                              stdout=subprocess.PIPE)
+        check(done.returncode == 0 and there in done.stdout and not_there not in done.stdout, f"{words}: {there}")
+        check(("| 98.8 |" in done.stdout) == bool(words), f"{words}: the time that was measured")
+
+
 def main():
     work = pathlib.Path(sys.argv[1]).resolve()
     shutil.rmtree(work, ignore_errors=True)
@@ -122,6 +139,7 @@ def main():
     check(rows["graph attention"]["tail"] == "attention quick 1\n", "a graph is asked for")
     check(rows["racecheck decode"]["tail"] == "decode short\n", f"{rows['racecheck decode']}")
     test_peers()
+    test_predict(work)
     print(f"test_run: {len(failures)} failures")
     return 1 if failures else 0
 
