@@ -121,12 +121,15 @@ def main():
     check("not begun" in rows.get("test gate", rows["configure"])["tail"], "what there was no time for")
 
     # one program does not build: the others run, and what an earlier build left of it does not
-    (work / "build" / "bin" / "gpu_merge").write_text("#!/bin/sh\necho OLD\n")
+    for name in ("gpu_merge", "train_125m_cuda"):
+        (work / "build" / "bin" / name).write_text("#!/bin/sh\necho OLD\n")
+        (work / "build" / "bin" / name).chmod(0o755)
     (work / "bin" / "cmake").write_text((work / "bin" / "cmake").read_text() + "\nrm gpu_merge; exit 2\n")
     for name in ("fails", "hangs"):
         (work / "bin" / name).write_text("#!/bin/sh\necho $*\n")
-    status, rows, failed = run(work, "--only", "test")
-    check(status == 1 and failed == ["build", "test merge"], f"failed: {failed}")
+    status, rows, failed = run(work, "--only", "test,trainer")
+    check(status == 1 and failed == ["build", "test merge", "trainer build"], f"failed: {failed}")
+    check("left out" in rows["trainer 100 steps"]["tail"], f"an older trainer: {rows['trainer 100 steps']}")
     check("-k" in rows["build"]["command"], f"a build that goes on: {rows['build']['command']}")
     check(rows["test attention"]["status"] == 0, f"{rows['test attention']}")
     (work / "bin" / "cmake").write_text(f"#!/bin/sh\n{STANDINS['cmake']}\n")
