@@ -32,6 +32,7 @@ cp "$HERE/is_cut_short" bench_gpu
 chmod +x *""",
     "fails": 'echo FIRST; i=0; while [ $i -lt 4000 ]; do echo "a line of many"; i=$((i + 1)); done\n'
              "echo LAST; exit 3",
+    "trains": 'while [ "$1" != --out-dir ]; do shift; done; mkdir "$2"',  # it wants a folder of its own
     "hangs": 'trap "echo at case 7; exit 1" TERM; sleep 1000',
     "is_cut_short": """printf '{"copy_gbs": 1, "rows": [\\n {"ms": 2}' >"$2"
 trap "exit 1" TERM; sleep 1000""",
@@ -136,6 +137,10 @@ def main():
 
     status, rows, failed = run(work, "--only", "trainer")
     check(status == 0 and "left out" in rows["trainer operations"]["tail"], "a trainer that is not built")
+    (work / "bin" / "cmake").write_text(f"#!/bin/sh\n{STANDINS['cmake']}\ncp \"$HERE/trains\" train_125m_cuda\n")
+    for times in ("once", "again"):
+        status, rows, failed = run(work, "--only", "trainer")
+        check(status == 0 and not failed, f"a trainer {times}: {failed}")
     status, rows, failed = run(work, "--only", "graph,sanitizer")
     check(status == 0 and not failed, f"all pass: {failed}")
     check(len(rows) == 2 + 16 + 60, f"{len(rows)} steps")
