@@ -160,6 +160,8 @@ def main():
     for times in ("once", "again"):
         status, rows, failed = run(work, "--only", "trainer")
         check(status == 0 and not failed, f"a trainer {times}: {failed}")
+        run(work, "--only", "trainer", "--dry-run")
+        check((work / "build" / "trainer_100_steps").is_dir(), "what a dry run leaves of the one before")
     status, rows, failed = run(work, "--only", "graph,sanitizer")
     check(status == 0 and not failed, f"all pass: {failed}")
     check(len(rows) == 2 + 16 + 60, f"{len(rows)} steps")
