@@ -4,6 +4,8 @@ what the report must still tell is looked for.
 
 usage: test_run.py WORK_FOLDER
 """
+import importlib.machinery
+import importlib.util
 import json
 import os
 import pathlib
@@ -72,6 +74,16 @@ def test_ended(work):
         script.terminate()
         check(script.wait() == 128 + signal.SIGTERM, f"how the script ended: {script.returncode}")
         check(select.select([pipe], [], [], 30)[0], "what hung holds the pipe, and a GPU would be held, too")
+
+
+def test_shares(work):
+    """A step of the last part may take all the time that is left: of the last that has steps."""
+    loader = importlib.machinery.SourceFileLoader("run", str(RUN))
+    script = importlib.util.module_from_spec(importlib.util.spec_from_loader("run", loader))
+    loader.exec_module(script)
+    given = types.SimpleNamespace(quick=True, build=work / "build", dry_run=True, jobs=2)
+    shares = [(steps[0]["name"], share) for steps, _, share in script.asked(given, ["whole", "bench", "test"])]
+    check(shares == [("test attention", 1 / 3), ("bench", 1)], f"{shares}")
 
 
 def test_peers():
@@ -168,6 +180,7 @@ def main():
     check(rows["graph attention"]["tail"] == "attention quick 1\n", "a graph is asked for")
     check(rows["racecheck decode"]["tail"] == "decode short\n", f"{rows['racecheck decode']}")
     test_ended(work)
+    test_shares(work)
     test_peers()
     test_predict(work)
     print(f"test_run: {len(failures)} failures")
