@@ -39,8 +39,7 @@ chmod +x *""",
              "echo LAST; exit 3",
     "trains": 'while [ "$1" != --out-dir ]; do shift; done; mkdir "$2"',  # it wants a folder of its own
     "hangs": 'trap "echo at case 7; exit 1" TERM; sleep 1000',
-    "is_cut_short": """printf '{"copy_gbs": 1, "rows": [\\n {"ms": 2}' >"$2"
-trap "exit 1" TERM; sleep 1000""",
+    "is_cut_short": """printf '{"copy_gbs": 1, "rows": [\\n {"ms": 2}' >"$2"; exit 1""",
 }
 failures = []
 
@@ -134,7 +133,7 @@ def main():
     status, rows, failed = run(work, path="none")
     check(status == 77 and not rows, "without a GPU it is skipped")
 
-    status, rows, failed = run(work, "--only", "test,bench", "--minutes", "0.2")
+    status, rows, failed = run(work, "--only", "test,bench", "--minutes", "0.4")
     check(status == 1 and sorted(failed) == ["bench", "test gate", "test rope"], f"failed: {failed}")
     check(rows["test decode"]["tail"] == "decode 3\n", f"of decode: {rows['test decode']}")
     tail = rows["test rope"]["tail"]
@@ -145,7 +144,7 @@ def main():
     check(rows["test gate"]["status"] == 124 and "at case 7" in tail and "no end after" in tail,
           f"where the one that hangs was: {tail}")
     given = re.search("no end after ([0-9]+) s", tail)
-    check(given and int(given[1]) <= 4, "one that hangs leaves time to the next part: a third of what is left")
+    check(given and int(given[1]) <= 8, "one that hangs leaves time to the next part: a third of what is left")
     check(rows["bench"]["result"] == {"copy_gbs": 1, "rows": [{"ms": 2}]},
           f"what a bench had measured when it was ended: {rows['bench']}")
 
