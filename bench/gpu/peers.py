@@ -129,15 +129,14 @@ def main():
         if given.json:
             given.json.write_text(json.dumps(report, indent=1) + "\n")
 
-    try:
-        import torch.nn.attention
-    except ImportError as error:
-        torch, reason = None, str(error)
-    if torch is not None and not given.dry_run and not torch.cuda.is_available():
-        print("peers.py: no GPU")
-        return 77
-    if given.dry_run:
-        torch, reason = None, "dry run"
+    torch, reason = None, "dry run"
+    if not given.dry_run:
+        try:
+            import torch.nn.attention
+            if not torch.cuda.is_available():
+                torch, reason = None, f"torch {torch.__version__} finds no GPU"
+        except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+            torch, reason = None, str(error)
     if torch is None:
         report["rows"] = [row_of(peer, s, t, "fwd", None, reason) for s, t in cases
                           for peer in ("torch flash", "torch cudnn", "fla nsa")]

@@ -103,6 +103,22 @@ def test_peers():
               f"reasons of a peer: {rows}")
 
 
+def test_no_torch(work):
+    """The same where PyTorch is none to measure: every row says why."""
+    package = work / "torch" / "nn" / "attention"
+    package.mkdir(parents=True)
+    (work / "torch" / "nn" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    for text, reason in (("raise OSError('no libthat.so')", "no libthat.so"), (
+            "class cuda:\n    is_available = bool\n__version__ = '9+cpu'", "torch 9+cpu finds no GPU")):
+        (work / "torch" / "__init__.py").write_text(text + "\n")
+        done = subprocess.run([sys.executable, "-B", BENCHES / "peers.py", "--quick", "--json", work / "peers.json"],
+                              env={**os.environ, "PYTHONPATH": str(work)}, stdout=subprocess.DEVNULL)
+        rows = json.loads((work / "peers.json").read_text())["rows"] if done.returncode == 0 else []
+        check(len(rows) == 6 and all(row["reason"] == reason for row in rows), f"{reason}: {rows[:1]}")
+        (work / "peers.json").unlink(missing_ok=True)
+
+
 def test_predict(work):
     """bench/gpu/predict.py with a report: what was measured, of which machine; without one: that it was
     not."""
@@ -181,6 +197,7 @@ def main():
     test_ended(work)
     test_shares(work)
     test_peers()
+    test_no_torch(work)
     test_predict(work)
     print(f"test_run: {len(failures)} failures")
     return 1 if failures else 0
