@@ -92,12 +92,23 @@ def row_of(peer, shape, tokens, which, ms, reason):
 
 
 def measure(torch, peer, make, shape, tokens):
-    """A row for each pass, or one that says why there are none."""
+    """A row for each pass, or one that says why there are none. A pass that fails says why in its own row:
+    others keep their times."""
+    rows, calls = [], {}
+
+    def add(name, ms, error):
+        reason = error and f"{type(error).__name__}: {error}"[:300]
+        rows.append(row_of(peer, shape, tokens, name, ms, reason))
+
     try:
-        rows = [row_of(peer, shape, tokens, name, milliseconds(torch, call), None)
-                for name, call in make(shape, tokens).items()]
+        calls = make(shape, tokens)
     except Exception as error:  # any library may refuse a shape in its own way; the row says which
-        rows = [row_of(peer, shape, tokens, "fwd", None, f"{type(error).__name__}: {error}"[:300])]
+        add("fwd", None, error)
+    for name, call in calls.items():
+        try:
+            add(name, milliseconds(torch, call), None)
+        except Exception as error:
+            add(name, None, error)
     torch.cuda.empty_cache()
     return rows
 
@@ -118,15 +129,14 @@ def main():
         if given.json:
             given.json.write_text(json.dumps(report, indent=1) + "\n")
 
-    try:
-        import torch.nn.attention
-    except ImportError as error:
-        torch, reason = None, str(error)
-    if torch is not None and not given.dry_run and not torch.cuda.is_available():
-        print("peers.py: no GPU")
-        return 77
-    if given.dry_run:
-        torch, reason = None, "dry run"
+    torch, reason = None, "dry run"
+    if not given.dry_run:
+        try:
+            import torch.nn.attention
+            if not torch.cuda.is_available():
+                torch, reason = None, f"torch {torch.__version__} finds no GPU"
+        except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+            torch, reason = None, str(error)
     if torch is None:
         report["rows"] = [row_of(peer, s, t, "fwd", None, reason) for s, t in cases
                           for peer in ("torch flash", "torch cudnn", "fla nsa")]

@@ -377,8 +377,7 @@ def other_shapes():
 
 HEAD = """# What the kernels should take on an H200
 
-Written by `bench/gpu/predict.py --write`; no GPU was at hand, so the last column is empty until
-`predict.py --measured gpu.json` fills it from what `tests/gpu/run` wrote. One sequence of 65536
+Written by `bench/gpu/predict.py --write`; {measured}. One sequence of 65536
 tokens, 64 query heads, 4 kv heads, D 128, bf16. What is measured of forward and backward as a whole is of
 random rows, and stands against the upper end of a range. A build for sm_90a multiplies by wgmma, one for any
 other architecture by mma.sync; below an H200 runs either.
@@ -386,6 +385,10 @@ other architecture by mma.sync; below an H200 runs either.
 Counted, and held against the executor's counters by `tests/simt/test_counters.cpp`, for both paths:
 
 """
+UNMEASURED = """no GPU was at hand, so the last column is empty until
+`predict.py --measured gpu.json` fills it from what `tests/gpu/run` wrote"""
+MEASURED = """the last column is what `tests/gpu/run` measured on
+{machine[name]}, driver {machine[driver]} ({commit}, {date})"""
 TAIL = """
 Assumed. By mma.sync a warp works on 16 rows, so that each product of 4096 FLOP reads 256 bytes of
 shared memory, which bounds it to half of the published {peak:.0f} TFLOP/s; 65 % of that bound is reached.
@@ -453,7 +456,8 @@ def main():
                        f"{1e-12 * s.flop(branch, 4 * s.dim + 3 * s.dim_v):.2f} | "
                        f"{1e-9 * s.tile_bytes(branch, ROWS):.0f}{high} |")
     mma, wgmma, sums, ds = five_products(s)
-    text = HEAD + "\n".join(counted) + "\n\n" + "\n".join(table(s, report)) + "\n" + TAIL.format(
+    head = HEAD.format(measured=MEASURED.format(**report) if report else UNMEASURED)
+    text = head + "\n".join(counted) + "\n\n" + "\n".join(table(s, report)) + "\n" + TAIL.format(
         peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds,
         few="\n".join(few_heads()), likely=ISSUED["likely"], producer=PRODUCER, passed=PASSED,
         shapes="\n".join(other_shapes()), decode="\n".join(decode_table()), launches=LAUNCHES,

@@ -635,7 +635,8 @@ int main(int argc, char **argv) {
     static const int32_t begins[DOCUMENTS + 1] = {0, 3, 14, 15, 40, 64, 2 * 70};
     int phase_layer;
     ops cpu = open_ops(1), cuda;
-    CHECK(ops_cuda_open(&cuda, NSA_F32, &why), "%s", why.text);
+    if (!CHECK(ops_cuda_open(&cuda, NSA_F32, &why), "%s", why.text))
+        return check_done("test_trainer");
     random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
     for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)
         for (size_t j = 0; j < sizeof shapes / sizeof *shapes; j++)
