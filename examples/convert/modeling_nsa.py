@@ -424,17 +424,20 @@ class NSABlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class NSABackbone:
-    """The model without lm_head, which trainers call that compute the loss themselves (TRL). No Module: all is the model's."""
+class NSABackbone(nn.Module):
+    """The model without lm_head, which trainers call that compute the loss themselves (TRL), and others freeze. Made anew
+    for who asks: the modules are the model's own."""
 
     _tp_plan = _pp_plan = None
 
     def __init__(self, model):
-        self.whole = model
+        super().__init__()
+        self.config, self.embed, self.blocks, self.norm = model.config, model.embed, model.blocks, model.norm
+        self.whole = (model,)  # not a part of this one
 
-    def __call__(self, *arguments, **given):
+    def forward(self, *arguments, **given):
         given.update(output_hidden_states=True, logits_to_keep=1, return_dict=True)
-        out = NSAForCausalLM.forward(self.whole, *arguments, **given)
+        out = NSAForCausalLM.forward(self.whole[0], *arguments, **given)
         return BaseModelOutputWithPast(last_hidden_state=out.hidden_states[-1])
 
 

@@ -514,7 +514,8 @@ class Uses(unittest.TestCase):
             want = model(self.prompt).logits
             some = self.open(self.folder / folder, device_map=places, offload_folder=self.folder / "disk")
             self.same(some(self.prompt).logits, want, 0)
-            self.same(accelerate.cpu_offload(self.open(self.folder / folder), execution_device="cpu")(self.prompt).logits, want, 0)
+            waits = accelerate.cpu_offload(self.open(self.folder / folder), execution_device="cpu")
+            self.same(waits(self.prompt).logits, want, 0)
 
     def tied(self):
         """A model whose lm_head is its embedding."""
@@ -533,12 +534,16 @@ class Uses(unittest.TestCase):
     def test_the_loss_by_others(self):
         """TRL calls what is below the head, multiplies by the head's weight, and asks for its bias."""
         for model in self.model, self.tied():
-            hidden, head = model.base_model(input_ids=self.prompt, use_cache=False).last_hidden_state, model.get_output_embeddings()
+            head, out = model.get_output_embeddings(), model.base_model(input_ids=self.prompt, use_cache=False)
+            hidden = out.last_hidden_state
             self.assertIsNone(head.bias)
             self.same(hidden @ head.weight.T, model(self.prompt).logits)
             (hidden @ head.weight.T).sum().backward()
             self.assertTrue(all(p.grad is not None for p in (head.weight, model.embed.weight, model.blocks[0].attn.W_Q.weight)))
             self.assertIs(model.get_decoder(), model)
+            model.base_model.requires_grad_(False)
+            left = [name for name, p in model.named_parameters() if p.requires_grad]
+            self.assertEqual(left, ["lm_head.weight"] if model is self.model else [])
 
     def test_prefixes(self):
         """Of PEFT: virtual tokens are embeddings; keys and values in a cache are not those of three branches."""
