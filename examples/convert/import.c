@@ -187,6 +187,11 @@ static bool read_files(importer *x, const char *folder, fault *f) {
     char path[PATH_ROOM];
     const char *tensor, *name;
     json_t *value;
+    if (has_file(folder, "adapter_config.json"))
+        return fault_set(f,
+                         "%s/adapter_config.json: of PEFT, whose adapter transformers would add to "
+                         "the weights; must be merged (merge_and_unload) and saved, or not be here",
+                         folder);
     if (!has_file(folder, "model.safetensors") && !has_file(folder, index_name))
         return fault_set(f,
                          "%s: has neither model.safetensors nor its index: must be a folder that "

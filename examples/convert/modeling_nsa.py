@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 try:  # Trainer's label smoothing shifts the labels of the classes in this list, and of no others
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as listed
@@ -424,12 +424,30 @@ class NSABlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class NSABackbone(nn.Module):
+    """The model without lm_head, which trainers call that compute the loss themselves (TRL), and others freeze. Made anew
+    for who asks: the modules are the model's own."""
+
+    _tp_plan = _pp_plan = None
+
+    def __init__(self, model):
+        super().__init__()
+        self.config, self.embed, self.blocks, self.norm = model.config, model.embed, model.blocks, model.norm
+        self.whole = (model,)  # not a part of this one
+
+    def forward(self, *arguments, **given):
+        given.update(output_hidden_states=True, logits_to_keep=1, return_dict=True)
+        out = NSAForCausalLM.forward(self.whole[0], *arguments, **given)
+        return BaseModelOutputWithPast(last_hidden_state=out.hidden_states[-1])
+
+
 listed[NSAConfig.model_type] = "NSAForCausalLM"
 
 
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NSAConfig
     _no_split_modules = ["NSABlock"]
+    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # where config.tie_word_embeddings says so
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # num_items_in_batch, of Trainer
 
@@ -440,9 +458,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(NSABlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -455,6 +471,10 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.ones_(module.weight)
         elif isinstance(module, NSAPhi):
             module.reset()
+
+    @property
+    def base_model(self):
+        return NSABackbone(self)
 
     def get_input_embeddings(self):
         return self.embed
@@ -485,6 +505,12 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self):
         """None: a static cache takes the shapes of its layers, which differ, from their first keys."""
 
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        if generation_config.assistant_early_exit is not None:
+            raise NotImplementedError("assistant_early_exit: this model has no exit before its last layer; must be None, "
+                                      "assistant_model or prompt_lookup_num_tokens may guess")
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)
+
     def init_continuous_batching(self, *args, **kwargs):
         raise NotImplementedError("generate_batch, cache_implementation 'paged': this model reads no pages; must be generate, "
                                   "with a dynamic or a static cache")
@@ -500,6 +526,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("token_type_ids: must be 0, a text has no parts")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: one of them must be given")
+        if past_key_values is not None and cache is not None and cache is not past_key_values:
+            raise ValueError("past_key_values, cache: two caches, must be one (PEFT may put its prefix into the first alone)")
         past = self.cache_of(past_key_values if cache is None else cache, use_cache)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         first = 0 if past is None else int(past.get_seq_length())
@@ -519,10 +547,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             states.append(x)
         states[-1] = x = self.norm(x)
         kept = x[:, -logits_to_keep or None:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
-        if self.lm_head is None and self.embed.weight.is_meta and not kept.is_meta:
-            raise ValueError("device_map: `embed` lies on the disk or waits on the host, and its weights, which are tied, make the "
-                             "logits too; must be on a device that computes")
-        logits = F.linear(kept, self.embed.weight) if self.lm_head is None else self.lm_head(kept)
+        logits = self.lm_head(kept)
         loss = None if labels is None else loss_of(logits, labels, num_items_in_batch)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=tuple(states) if wants_states else None,
@@ -555,7 +580,9 @@ def refuse(**given):
     for name, value in given.items():
         if value is None or value is (name == "is_causal"):
             continue
-        raise ValueError(f"{name}: this model has no use for it; must be None")
+        packed = name.startswith(("cu_seq", "max_length"))
+        raise ValueError(f"{name}: this model has no use for it; must be None"
+                         + "; a row holds one text: packing, padding_free must be off" * packed)
 
 
 def remember(k, v, first, past, layer):
@@ -564,11 +591,23 @@ def remember(k, v, first, past, layer):
     if getattr(past, "is_compileable", False):  # static: in transformers 4 of one width, and told where to write
         k, v = (F.pad(y, (0, max(widths) - y.shape[-1])) for y in (k, v))
         more = ({"cache_position": torch.arange(first, first + count, device=k.device)},)
-    k, v = past.update(k.transpose(1, 2), v.transpose(1, 2), layer, *more)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    check_held(past, layer, keys=k, values=v)
+    k, v = past.update(k, v, layer, *more)
     if k.shape[2] < first + count:
         raise ValueError(f"past_key_values: {type(past).__name__} kept {k.shape[2]} of {first + count} tokens; must be "
                          "one that keeps all (DynamicCache, StaticCache)")
     return [y[:, :, :first + count, :width].transpose(1, 2) for y, width in zip((k, v), widths)]
+
+
+def check_held(past, layer, **rows):
+    """What a cache has of a layer, against the rows that it would get behind it."""
+    for held in getattr(past, "layers", [])[layer:layer + 1]:
+        for name, x in rows.items():
+            there, wanted = getattr(held, name, None), (x.shape[0], x.shape[1], x.shape[3])
+            if there is not None and there.dim() == 4 and (there.shape[0], there.shape[1], there.shape[3]) != wanted:
+                raise ValueError(f"past_key_values: {name} {tuple(there.shape)} of layer {layer}, must be {wanted[:2]} of any "
+                                 f"tokens of {wanted[2]} numbers, as this model makes them (PEFT's prefix tuning makes others)")
 
 
 def places_of(mask, positions, first, rows, count):

@@ -69,7 +69,7 @@ def stand_in():
     top, outputs = types.ModuleType("transformers"), types.ModuleType("transformers.modeling_outputs")
     top.PretrainedConfig, top.PreTrainedModel, top.GenerationMixin = StandInConfig, StandInModel, object
     top.DynamicCache = StandInCache
-    outputs.CausalLMOutputWithPast = StandInOutput
+    outputs.CausalLMOutputWithPast = outputs.BaseModelOutputWithPast = StandInOutput
     sys.modules.update({"transformers": top, "transformers.modeling_outputs": outputs})
 
 
@@ -98,7 +98,11 @@ def open_by_stand_in(folder):
     assert settings["auto_map"] == {"AutoConfig": "modeling_nsa.NSAConfig",
                                     "AutoModelForCausalLM": "modeling_nsa.NSAForCausalLM"}
     model = module.NSAForCausalLM(module.NSAConfig(**settings))
-    model.load_state_dict(read_safetensors(folder / "model.safetensors"), strict=True)
+    found = read_safetensors(folder / "model.safetensors")
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.embed.weight
+        found.update({name: found[of] for name, of in model._tied_weights_keys.items()})
+    model.load_state_dict(found, strict=True)
     return model, module
 
 

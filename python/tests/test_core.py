@@ -823,6 +823,9 @@ class Primitives(unittest.TestCase):
                 ("desc: NoneType, must be nsa.Desc$", lambda: nsa.Cache(None)),
                 ("desc: NoneType, must be nsa.Desc$", lambda: nsa.check_pages(None)),
                 ("x: Attend, must be nsa.Attention$", lambda: nsa.Cache(p.desc).decode(x, 1)),
+                ("workspace: int, must be a buffer of bytes", lambda: nsa.attend_win_forward(x, p.desc, workspace=1 << 20)),
+                ("scores: int, must be numbers in one axis", lambda: nsa.rank_blocks(7, 0, p.desc)),
+                ("scores: list, must be numbers in one axis", lambda: nsa.rank_blocks(["a"], 0, p.desc)),
                 ("rope: NoneType, must be nsa.Rope$", lambda: nsa.rope_frequencies(None)),
                 ("scale: None, must be a number$", lambda: nsa.desc(1, 8, 2, 1, 16, scale=None)),
                 ("parameters: None, must be a configuration's rope_parameters", lambda: nsa.rope_options(None))):
@@ -833,6 +836,8 @@ class Primitives(unittest.TestCase):
                 ("q: has masked elements", lambda: nsa.Attend(q=hidden)),
                 ("tokens: -1, must be >= 0", lambda: nsa.block_map(p.desc, -1)),
                 ("workspace: is read-only", lambda: nsa.attend_win_forward(x, p.desc, workspace=bytes(1 << 20))),
+                (r"workspace: its bytes have strides of \(2,\), must be in one piece", lambda: nsa.attend_win_forward(
+                    x, p.desc, workspace=memoryview(bytearray(1 << 20))[::2])),
                 ("dim: NSA_ERROR_SIZE: 15, must be even, 2 .. 576$", lambda: nsa.rope_frequencies(nsa.Rope(heads=1, dim=15))),
                 ("out: NSA_ERROR_NULL: not given, must be an array$", lambda: nsa.attend_win_forward(
                     nsa.Attend(q=p.q, k=p.k, v=p.v, lse=p.lse), p.desc))):

@@ -155,6 +155,25 @@ class Jax(unittest.TestCase):
             return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
         both(lambda x: nj.rope(x, pairs="halves"), turned, self.q)
 
+    def test_a_guard_of_transfers(self):
+        """Numbers of options lie in the graph; they go to the device because nsa says so."""
+        numbers = dict(frequencies=[0.5 ** i for i in range(D // 2)])
+        want = nj.rope(self.q, **numbers)
+        with jax.transfer_guard("disallow"):
+            got = nj.rope(self.q, **numbers)
+            _, back = jax.vjp(lambda x: nj.rope(x, **numbers), self.q)
+            back(got)
+        np.testing.assert_array_equal(got, want)
+
+    def test_second_derivatives_are_refused(self):
+        """With nsa's own words, wherever the first one is differentiated."""
+        for f in (lambda x: nj.attend_win(x, self.k, self.v)[0], nj.rope, lambda x: nj.gate(x[..., :3], x, x, x),
+                  lambda x: nj.merge(x, x[..., 0], x, x[..., 1])[0]):
+            gradient = jax.grad(lambda x: (f(x) ** 2).sum())
+            for second in jax.grad(lambda x: gradient(x).sum()), jax.jit(jax.jacrev(gradient)):
+                with self.assertRaisesRegex(NotImplementedError, "nsa has first derivatives alone"):
+                    second(self.q)
+
     def test_the_whole(self):
         for kind in ("mean", "conv", "mlp"):
             arrays, phi_k, phi_v = whole_inputs(kind)
@@ -528,6 +547,14 @@ class Jax(unittest.TestCase):
                     self.q, self.k, self.v, self.k, self.v, self.k[0], self.v, self.q)),
                 ("begins: list, must be an array of int32", lambda: nj.attend_win(
                     self.q[:1], self.k[:1], self.v[:1], begins=[0, T], longest=T)),
+                ("pages: list, must be an array of int32", lambda: nj.attend_win(self.q, self.k, self.v, pages=[[0], [1]])),
+                ("positions: list, must be an array", lambda: nj.rope(self.q, [[0] * T] * B)),
+                ("blocks: list, must be an array", lambda: nj.attend_slc(self.q, self.k, self.v, [[0]])),
+                ("w1: list, must be an array", lambda: nj.compress(self.k, {"w1": [1.0]}, phi="conv")),
+                ("q: list, must be a tensor", lambda: nj.score_blocks([0.0], self.k)),
+                ("k: list, must be a tensor", lambda: nj.score_lists(self.q, [0.0], self.q)),
+                ("q: list, must be a tensor", lambda: nj.select_blocks([0.0], self.k, self.q, tokens=T)),
+                ("scores: list, must be a tensor", lambda: nj.rank_queries([0.0], tokens=T)),
                 ("dim: NSA_ERROR_SIZE: 15, must be even", lambda: nj.rope(self.q[..., :15])),
                 ("base: NSA_ERROR_SIZE: -1.0, must be above 1", lambda: nj.rope(self.q, base=-1.0))):
             with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):

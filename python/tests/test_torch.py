@@ -1049,6 +1049,12 @@ class Misuse(unittest.TestCase):
         make = lambda **more: nt.NativeSparseAttention(32, H, HK, **more)
         for words, call in (
                 ("k: list, must be a tensor", lambda: nt.attend_win(q, k.tolist(), v)),
+                ("q: ndarray, must be a tensor", lambda: nt.attend_win(q.cpu().numpy(), k, v)),
+                ("positions: list, must be a tensor", lambda: nt.rope(q, [[0] * T])),
+                ("begins: list, must be a tensor", lambda: nt.attend_win(q, k, v, begins=[0, T], longest=T)),
+                ("pages: list, must be an array", lambda: nt.attend_win(q, k, v, pages=[[0]])),
+                ("k_w1: list, must be a tensor", lambda: whole(phi_k=("conv", {"w1": [1.0]}))),
+                ("k_rows: None, must be a tensor", lambda: whole(compressed=(None, None))),
                 (r"k: shape \(52, 2, 16\), must have 4 axes", lambda: nt.attend_win(q, k[0], v)),
                 ("dim: NSA_ERROR_SIZE: 15, must be even, 2 .. 576", lambda: nt.rope(q[..., :15])),
                 ("base: NSA_ERROR_SIZE: -1.0, must be above 1, or 0", lambda: nt.rope(q, base=-1.0)),

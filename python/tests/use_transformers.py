@@ -7,8 +7,10 @@ It wants transformers, accelerate and peft, as transformers.sh installs them. co
 """
 import contextlib
 import io
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import unittest
 
 import accelerate
 import peft
+import safetensors.torch
 import torch
 import transformers
 
@@ -177,6 +180,14 @@ class Uses(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "generate_batch"):
             self.model.generate_batch(prompts())
 
+    def test_early_exit_is_refused(self):
+        with self.assertRaisesRegex(NotImplementedError, "assistant_early_exit.*last layer"):
+            self.generate(assistant_early_exit=2)
+
+    def test_two_caches_are_refused(self):
+        with self.assertRaisesRegex(ValueError, "past_key_values, cache"):
+            self.model(self.prompt, past_key_values=transformers.DynamicCache(), cache=transformers.DynamicCache())
+
     def test_sliding_cache_is_refused(self):
         """A cache that forgets keys which blocks are chosen from."""
         config = transformers.LlamaConfig(num_hidden_layers=3)
@@ -300,7 +311,7 @@ class Uses(unittest.TestCase):
                              ("position_ids", {"position_ids": torch.arange(90)[None] % 45}),
                              ("output_attentions", {"output_attentions": True}),
                              ("token_type_ids", {"token_type_ids": torch.ones_like(self.prompt)}),
-                             ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 40, 90])}),
+                             ("cu_seq_lens_q.*packing", {"cu_seq_lens_q": torch.tensor([0, 40, 90])}),
                              ("is_causal", {"is_causal": 0.5}),
                              ("head_mask", {"head_mask": torch.ones(3, 4)}),
                              ("nonsense", {"nonsense": 1}),
@@ -496,18 +507,52 @@ class Uses(unittest.TestCase):
         self.same(again(self.prompt).logits, self.model(self.prompt).logits, 0)
 
     def test_weights_elsewhere(self):
-        """On the disk until a module is called; tied embeddings make logits without a call."""
-        want = self.model(self.prompt).logits
+        """On the disk until a module is called; tied embeddings are the head's weights too."""
         places = {"embed": "cpu", "blocks": "disk", "norm": "cpu", "lm_head": "cpu"}
-        self.same(self.open(device_map=places, offload_folder=self.folder / "disk")(self.prompt).logits, want, 0)
-        self.same(accelerate.cpu_offload(self.open(), execution_device="cpu")(self.prompt).logits, want, 0)
-        self.model.lm_head = None
-        with self.assertRaisesRegex(ValueError, "device_map: `embed`"):
-            accelerate.cpu_offload(self.model, execution_device="cpu")(self.prompt)
+        tied = self.tied()
+        for folder, model in ("hf", self.model), ("tied", tied):
+            want = model(self.prompt).logits
+            some = self.open(self.folder / folder, device_map=places, offload_folder=self.folder / "disk")
+            self.same(some(self.prompt).logits, want, 0)
+            waits = accelerate.cpu_offload(self.open(self.folder / folder), execution_device="cpu")
+            self.same(waits(self.prompt).logits, want, 0)
+
+    def tied(self):
+        """A model whose lm_head is its embedding."""
+        shutil.copytree(self.folder / "hf", self.folder / "tied", dirs_exist_ok=True)
+        config = json.loads((self.folder / "hf/config.json").read_text())
+        (self.folder / "tied/config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        weights = {name: x for name, x in self.model.state_dict().items() if name != "lm_head.weight"}
+        safetensors.torch.save_file(weights, self.folder / "tied/model.safetensors", {"format": "pt"})
+        return self.open(self.folder / "tied")
 
     def test_vocabulary_resized(self):
-        self.model.resize_token_embeddings(300)
-        self.assertEqual(self.model(self.prompt).logits.shape, (1, 90, 300))
+        for model in self.model, self.tied():
+            model.resize_token_embeddings(300)
+            self.assertEqual(model(self.prompt).logits.shape, (1, 90, 300))
+
+    def test_the_loss_by_others(self):
+        """TRL calls what is below the head, multiplies by the head's weight, and asks for its bias."""
+        for model in self.model, self.tied():
+            head, out = model.get_output_embeddings(), model.base_model(input_ids=self.prompt, use_cache=False)
+            hidden = out.last_hidden_state
+            self.assertIsNone(head.bias)
+            self.same(hidden @ head.weight.T, model(self.prompt).logits)
+            (hidden @ head.weight.T).sum().backward()
+            self.assertTrue(all(p.grad is not None for p in (head.weight, model.embed.weight, model.blocks[0].attn.W_Q.weight)))
+            self.assertIs(model.get_decoder(), model)
+            model.base_model.requires_grad_(False)
+            left = [name for name, p in model.named_parameters() if p.requires_grad]
+            self.assertEqual(left, ["lm_head.weight"] if model is self.model else [])
+
+    def test_prefixes(self):
+        """Of PEFT: virtual tokens are embeddings; keys and values in a cache are not those of three branches."""
+        tuned = peft.get_peft_model(self.model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
+        tuned(self.prompt, labels=self.prompt).loss.backward()
+        self.assertEqual(self.generate(model=tuned.eval()).shape, (1, 120))
+        tuned = peft.get_peft_model(self.open(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
+        with self.assertRaisesRegex(ValueError, r"past_key_values: keys .* of layer 0, must be \(1, 6\).*prefix tuning"):
+            tuned(self.prompt)
 
 
 def collate(rows):

@@ -322,6 +322,10 @@ class Convert(unittest.TestCase):
         for other in (whole, whole / "all.safetensors"):
             done = run("convert", "import", other, self.room / "other", code=1)
             self.assertIn(f"{other}: has neither model.safetensors nor its index: must be a folder", done.stderr)
+        (whole / "adapter_config.json").write_text("{}")
+        done = run("convert", "import", whole, self.room / "adapted", code=1)
+        self.assertIn(f"{whole}/adapter_config.json: of PEFT, whose adapter transformers would add", done.stderr)
+        (whole / "adapter_config.json").unlink()
         for extra, words in ((None, ""), ("model.layers.0.foo", "tensor model.layers.0.foo: no file has it")):
             listed = {name: "all.safetensors" for name in names + [extra] * bool(extra)}
             index.write_text(json.dumps({"weight_map": listed}))

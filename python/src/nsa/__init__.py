@@ -111,11 +111,14 @@ def rank_blocks(scores: Sequence[float], query: int, desc: Desc) -> list[int]:
     checked(library(), desc, "rank_blocks")
     if not 0 <= check_int("query", query) < max(1, desc.tokens) and (query < 0 or desc.mask == 0):
         raise refused("RANGE", "query", f"{query}, must be 0 .. {desc.tokens - 1}, a query of {desc.tokens} tokens")
+    try:
+        values = (ctypes.c_float * len(scores))(*scores)
+    except TypeError:
+        raise TypeError(f"scores: {type(scores).__name__}, must be numbers in one axis") from None
     if len(scores) != _functions.slc_candidates(desc, query):
         raise refused("SIZE", "scores", f"{len(scores)} of them, must be one for each of the "
                                         f"{_functions.slc_candidates(desc, query)} candidates of query {query}")
     found = (ctypes.c_int32 * _functions.block_list_width(desc))()
-    values = (ctypes.c_float * len(scores))(*scores)
     library().check(library().nsa_rank_blocks(values, query, ctypes.byref(desc), found))
     return list(found)
 

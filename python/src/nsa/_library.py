@@ -553,9 +553,15 @@ def is_logarithm(field: str) -> bool:
 
 def describe_bytes(workspace: Any) -> tuple[int, int]:
     """(address, bytes) of a writable buffer."""
-    if memoryview(workspace).readonly:
+    try:
+        given = memoryview(workspace)
+    except TypeError:
+        raise TypeError(f"workspace: {type(workspace).__name__}, must be a buffer of bytes, as bytearray is") from None
+    if given.readonly:
         raise refused("WORKSPACE", "workspace", "is read-only, and would be written")
-    view = (ctypes.c_char * memoryview(workspace).nbytes).from_buffer(workspace)
+    if not given.c_contiguous:
+        raise refused("WORKSPACE", "workspace", f"its bytes have strides of {given.strides}, must be in one piece")
+    view = (ctypes.c_char * given.nbytes).from_buffer(workspace)
     return ctypes.addressof(view), len(view)
 
 

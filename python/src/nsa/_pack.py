@@ -177,13 +177,18 @@ def rope_fields(text: str, heads: int, dim: int) -> dict[str, tuple[Any, ...]]:
     return fields
 
 
+def _check_integers(name: str, x: Any) -> None:
+    """An array of the descriptor, or None."""
+    if x is not None and not hasattr(x, "shape"):
+        raise refused("NULL", name, f"{type(x).__name__}, must be an array of int32")
+
+
 def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: int) -> tuple[Any, Any]:
     """(sequences, query rows of each at most) of a view on the query's side, whose shape begins with `rows`."""
     begins, firsts, counts, pages = arrays
     of_each = {"begins": begins, "firsts": firsts, "counts": counts}
     for name, x in of_each.items():
-        if x is not None and not hasattr(x, "shape"):
-            raise refused("NULL", name, f"{type(x).__name__}, must be an array of int32")
+        _check_integers(name, x)
         if x is not None and (len(x.shape) != 1 or rows[0] != 1):
             raise refused("SIZE", name, f"shape {tuple(x.shape)} for rows of {tuple(rows[:2])}, must be of one axis, "
                                         "with rows of (1, rows, heads, width)")
@@ -232,6 +237,7 @@ def tokens_of(rows: Any, begins: Any, pages: Any, longest: Any) -> Any:
     if begins is not None:
         return longest
     if pages is not None:
+        _check_integers("pages", pages)
         return longest or pages.shape[-1] * rows
     if longest and longest < rows:
         raise refused("SIZE", "longest", f"{longest}, and each sequence has {rows} tokens: must be at least as many, or 0; "

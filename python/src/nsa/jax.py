@@ -141,7 +141,7 @@ class _Call:
             inputs.append(array)
             places.append(sum(map(len, self.structs)) + ARRAYS[name])
         for place, array in self.constants:
-            inputs.append(jnp.asarray(array))
+            inputs.append(jax.device_put(array))  # which jax.transfer_guard knows as meant
             places.append(place)
         aliases = {len(inputs) + i: len(self.outputs) - len(updated) + i for i in range(len(updated))}
         inputs += updated
@@ -154,16 +154,28 @@ class _Call:
         buffers = [*inputs, *self.outputs]
         call = jax.ffi.ffi_call("nsa", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
                                 vmap_method="broadcast_all", input_output_aliases=aliases or None)
-        found = call(*inputs, function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
-                     structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
-                     counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero or nothing),
-                     nothing=np.int64(nothing), cleared=np.array(self._cleared, np.int64),
-                     counted_by=np.int64(counted_by), rows=np.int64(rows),
-                     places=np.array(places + self._output_places, np.int64),
-                     items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
+        attributes = dict(
+            function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
+            structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
+            counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero or nothing), nothing=np.int64(nothing),
+            cleared=np.array(self._cleared, np.int64), counted_by=np.int64(counted_by), rows=np.int64(rows),
+            places=np.array(places + self._output_places, np.int64),
+            items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
+        run = functools.partial(call, **attributes)
+        found = (_once(lambda *x: run(*x)) if self.function.endswith("_backward") else run)(*inputs)
         # Without a word of it they would be taken for equal on all devices: the first's would be returned.
         axes = _axes(inputs)
         return [_varying(x, axes) for x in found] if axes else found
+
+
+def _once(function: Any) -> Any:
+    """The function, which says itself that it has no derivative: gradients are calls too, and have none."""
+    once = jax.custom_jvp(function)
+
+    @once.defjvp
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("nsa has first derivatives alone, by jax.grad, vjp and jacrev: what was computed has none here")
+    return once
 
 
 def _axes(arrays: Sequence[Any]) -> set[Any]:
@@ -241,7 +253,13 @@ def _real(x: Any) -> Any:
     return jnp.float64 if jnp.dtype(x.dtype) == jnp.float64 else jnp.float32
 
 
+def _check_array(name: str, x: Any) -> None:
+    if not hasattr(x, "shape"):
+        raise refused("NULL", name, f"{type(x).__name__}, must be an array")
+
+
 def _expect(name: str, x: Any, *shape: int) -> None:
+    _check_array(name, x)
     if tuple(x.shape) != shape:
         raise refused("SIZE", name, f"shape {tuple(x.shape)}, must be {shape}")
 
@@ -262,6 +280,7 @@ def _first_of(first: Any, shape: Sequence[int], tokens: int, arrays: Sequence[An
 
 def _scored_tokens(text: str, stride: int, *rest: Any) -> int:
     check_key_stride(stride, option(text, "slc_block"), 0)
+    axes("q", rest[2]), axes("k", rest[3])
     return scored_tokens(stride, *rest)
 
 
@@ -328,6 +347,8 @@ def rope(x: Array, positions: Array | None = None, *, begins: Array | None = Non
 
 def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int) -> dict[str, tuple[Any, ...]]:
     check_phi(phi, sorted(given))
+    for name, p in given.items():
+        _check_array(prefix + name, p)
     width = x.shape[3]
     hidden = given["w1"].shape[1] if phi == "mlp" and "w1" in given else 0
     shapes = {"pos": (block, width), "w2": (width, hidden), "b2": (1, width),
@@ -561,7 +582,7 @@ def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array 
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
     text, arrays, tokens = _options(**options), (begins, firsts, counts, pages), check_int("tokens", tokens)
-    first = _first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, axes("q", q), tokens, arrays)
     call = _attend_call("cmp", "select_blocks", q, k, k, None, arrays, tokens, first, text)
     _expect("lse", lse, *q.shape[:3])
     return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
@@ -587,7 +608,7 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
     text, kinds, stride = _options(**options), _abi.Score(act=act, pool=pool), check_int("stride", stride)
     arrays = begins, firsts, counts, pages
     tokens = _scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
-    first = _first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, axes("q", q), tokens, arrays)
     call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text, stride)
     fixed = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
     return _chosen(call, _SCORE, fixed, dict(q=q, k=k, weights=weights), _lists(q, k.shape[2], text), tokens, scores, text)
@@ -635,7 +656,7 @@ def score_lists(q: Array, k: Array, blocks: Array, weights: Array | None = None,
     or t sees no key of its block. With gradients of q, k and weights: a maximum's goes to its key, a mean's to all."""
     text, stride, arrays = _options(**options), check_int("stride", stride), (begins, firsts, counts, pages)
     tokens = _scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
-    first = _first_of(first, q.shape, tokens, arrays)
+    first = _first_of(first, axes("q", q), tokens, arrays)
     return _score_lists(q, k, weights, blocks, arrays, tokens, first, act, pool, stride, text)
 
 
@@ -645,7 +666,7 @@ def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, fir
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
     tokens), in float32 or, of doubles, float64."""
     scores, text = jax.lax.stop_gradient(scores), _options(**options)
-    arrays, heads, tokens = (begins, firsts, counts, None), scores.shape[2], check_int("tokens", tokens)
+    arrays, heads, tokens = (begins, firsts, counts, None), axes("scores", scores)[2], check_int("tokens", tokens)
     first = _first_of(first, scores.shape, tokens, arrays)
     batch, count = problem(scores.shape, arrays, tokens, first)
     _expect("scores", scores, *scores.shape[:3], slc_count(text, tokens))

@@ -94,6 +94,8 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
 
     def check_plain(given: Sequence[Any]) -> None:
         for i, _, argument in rules:
+            if given[i] is not None and not isinstance(given[i], torch.Tensor):  # PyTorch's words would have all of its values
+                raise refused("NULL", argument, f"{type(given[i]).__name__}, must be a tensor")
             check_nested(argument, given[i])
 
     def shaped(found: list[torch.Tensor]) -> Any:
@@ -111,13 +113,13 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             if found is not None:
                 return list(found) if returned == "Tensor[]" else found
         for i in written:
-            if is_lazy(given[i]):
+            if isinstance(given[i], torch.Tensor) and is_lazy(given[i]):
                 raise refused("NULL", "out", "its memory would have the negatives of its values, or it has none (a ZeroTensor)")
         try:
             if counts is not None and given[counts] is not None and not name.startswith("compress"):
                 _check_counts(given[counts], given[0].shape[1])
             plan, tensors = planned(function, given, places, checked_rooms, structs, wanted)
-        except RuntimeError:  # of a shape that is not there
+        except (AttributeError, RuntimeError):  # of what is no tensor, or of a shape that is not there
             check_plain(given)
             raise
         found = plan.run(tensors)
