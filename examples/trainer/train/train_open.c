@@ -343,7 +343,8 @@ static bool hold_folder(trainer *t, fault *f) {
     int64_t failed = t->held < 0;
     if (failed) t->held = 0;
     if (!dist_largest(t->dist, &failed, &rank, failed ? &lost : f)) return false;
-    return !failed || (t->dist->rank ? fault_set(f, "rank %d cannot start", rank) : false);
+    t->follows = failed && t->dist->rank;
+    return !failed || (t->follows ? fault_set(f, "rank %d cannot start", rank) : false);
 }
 
 /* Rank 0 makes the folder, or finds it used, before the others write their heartbeats there. */
@@ -353,7 +354,8 @@ static bool open_in_turn(trainer *t, bool ok, fault *f) {
     if (ok && t->dist->rank == 0) ok = open_telemetry(t, f) && check_save(t->config->train.save, f);
     int64_t failed = !ok;
     if (!dist_largest(t->dist, &failed, &rank, ok ? f : &lost)) return false;
-    if (failed) return ok ? fault_set(f, "rank %d cannot start", rank) : false;
+    t->follows = failed && ok;
+    if (failed) return t->follows ? fault_set(f, "rank %d cannot start", rank) : false;
     return t->dist->rank == 0 || open_telemetry(t, f);
 }
 
