@@ -206,6 +206,14 @@ static int32_t little_endian_32(const char *bytes) {
                      (uint32_t)b[3] << 24);
 }
 
+/* The vocabulary that it was made with; other programs leave zeros there. */
+static void take_stamp(file_format *to, const char *head) {
+    if (little_endian_32(head + 12) != FORMAT_STAMP) return;
+    to->words = little_endian_32(head + 16);
+    to->spelling = (uint32_t)little_endian_32(head + 20) |
+                   (uint64_t)(uint32_t)little_endian_32(head + 24) << 32;
+}
+
 static bool judge_shard(file_format *to, const char *name, const char *head, size_t bytes,
                         int64_t size, bool inside, fault *f) {
     if (inside || size < 0)
@@ -229,6 +237,7 @@ static bool judge_shard(file_format *to, const char *name, const char *head, siz
     to->kind = FORMAT_SHARD;
     to->begin = FORMAT_HEADER;
     to->tokens = little_endian_32(head + 8);
+    if (bytes >= FORMAT_HEADER) take_stamp(to, head);
     if (to->tokens < 1)
         return fault_set(f, "%s: its header says %lld tokens; must be above 0", name,
                          (long long)to->tokens);
