@@ -211,14 +211,22 @@ def test_tokens_beside():
     vocab = {w: i for i, w in enumerate([*WORDS, "<|endoftext|>"])}
     whole = tokenizer_json(vocab, [token(261, "<x>")], None)
     for i, content in enumerate(("<x>", "<y>", "the")):
-        for name, beside in (("added_tokens.json", {content: 261}),
+        for name, beside in (("added_tokens.json", {content: 261}), ("special_tokens_map.json", {"pad_token": content}),
+                             ("special_tokens_map.json", {"eos_token": {"content": content, "lstrip": False}}),
+                             ("special_tokens_map.json", {"additional_special_tokens": [content, {"content": content}]}),
+                             ("tokenizer_config.json", {"pad_token": content, "add_bos_token": True, "token_x": "y"}),
                              ("tokenizer_config.json", {"added_tokens_decoder": {"261": {"content": content}},
                                                         "model_max_length": int(1e30)})):
-            path = folder(f"beside_{name}_{i}", {"tokenizer.json": whole, name: beside})
+            path = folder(f"beside{len(os.listdir(runs.root))}", {"tokenizer.json": whole, name: beside})
             ran = subprocess.run([shards, runs.root / f"{path.name}_made", runs.root / "two_files.jsonl", "--tokenizer-path",
                                   path], capture_output=True, text=True, timeout=60)
             words = f'{name}: token "{content}": must be an added token of tokenizer.json too'
             check(ran.returncode == 2 and words in ran.stderr if i else ran.returncode == 0, ran)
+    spaced = {"tokenizer_config.json": {"add_prefix_space": True}}  # which transformers puts in the place of the file's own
+    for files in ({"tokenizer.json": whole}, {"vocab.json": vocab, "merges.txt": "t h\n"}):
+        ran = subprocess.run([shards, runs.root / "spaced_made", runs.root / "two_files.jsonl", "--tokenizer-path",
+                              folder(f"spaced{len(files)}", files | spaced)], capture_output=True, text=True, timeout=60)
+        check(ran.returncode == 2 and "tokenizer_config.json: add_prefix_space: must be false" in ran.stderr, ran)
 
 
 def test_numbers_of_added_tokens():
@@ -270,7 +278,7 @@ def test_both_ends():
             ("strange", {"tokenizer.json": tokenizer_json(vocab, added, {"type": "Other"})}, "post_processor: Other"),
             ("beside", {"vocab.json": vocab | {"<|endoftext|>": 263}, "merges.txt": "t h\n",
                         "added_tokens.json": {"<pad>": 261}},
-             "added_tokens.json: tokens beside")):
+             "added_tokens.json: token \"<pad>\": must be an added token of tokenizer.json too")):
         ran = subprocess.run([shards, runs.root / "refused", text, "--tokenizer-path", folder(name, files)],
                              capture_output=True, text=True, timeout=60)
         check(ran.returncode == 2 and words in ran.stderr, ran)
