@@ -284,6 +284,14 @@ def test_both_ends():
         check(ran.returncode == 2 and words in ran.stderr, ran)
 
 
+def test_no_vocabulary():
+    """A file in the place of its folder, and a folder of another kind of vocabulary."""
+    for path in (runs.root / "one_file/tokenizer.json", folder("pieces", {"tokenizer.model": "x"})):
+        ran = subprocess.run([shards, runs.root / "refused", runs.root / "two_files.jsonl", "--tokenizer-path", path],
+                             capture_output=True, text=True, timeout=60)
+        check(ran.returncode == 2 and f"{path}: must be a folder that has tokenizer.json, or vocab.json and" in ran.stderr, ran)
+
+
 def write(model, *options, code=0):
     ran = subprocess.run([generate, model, "--threads", "1", *options], capture_output=True, timeout=60)
     check(ran.returncode == code, ran)
@@ -330,6 +338,7 @@ test_patterns()
 test_odd_tokenizers()
 test_tokens_beside()
 test_numbers_of_added_tokens()
+test_no_vocabulary()
 test_both_ends()
 test_end(test_template())
 done()

@@ -690,8 +690,12 @@ static bool load_folder(bpe_vocab *v, const char *folder, fault *f) {
     v->prefix = v->end_of_text = -1;
     if (!files_join(path, sizeof path, folder, "tokenizer.json", f)) return false;
     if (files_exist(path)) return load_tokenizer(v, folder, path, f);
-    return add_pattern(v, gpt2_words, f) &&
-           files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
+    if (!files_join(path, sizeof path, folder, "vocab.json", f)) return false;
+    if (!files_exist(path))
+        return fault_set(
+            f, "%s: must be a folder that has tokenizer.json, or vocab.json and merges.txt",
+            folder);
+    return add_pattern(v, gpt2_words, f) && load_vocab(v, path, f) &&
            files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f) &&
            check_end_alone(folder, f);
 }
