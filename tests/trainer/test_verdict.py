@@ -163,6 +163,10 @@ for name in ("env.json", "mem_boot.json"):
     for text in ("{", "[]"):
         said, artefacts = verdict(changed("unread", lambda out: (out / name).write_text(text)), 1)
         check(artefacts[name] == (False, "is no JSON object"), artefacts)
+endless = changed("endless", with_line("fallback_counters.csv", 9, ",".join(["8", *["inf"] * 10])))
+runs.train("endless", "--data", corpus, "--steps", 9, "--resume")  # an infinity is many, and no negative number
+check(json.loads((endless / "metrics.json").read_text())["total_fallbacks"] >= 1e15, "an infinity of fallbacks")
+only(changed("unread", with_line("val.csv", 3, "1e999,4.8,120")), "validation", "line 3 is no row")
 only(changed("unread", with_line("history.jsonl", 1, "{")), "steps", "history.jsonl that cannot be read: 1 of 1")
 said, _ = verdict(changed("half", with_line("history.jsonl", 2, '{"iso": "2026-')), 0)  # a start on a full disk
 check("history.jsonl that cannot be read: 1 of 2" in said["steps"][1], said)

@@ -84,7 +84,7 @@ static bool parse_row(const char *at, int columns, double *values) {
         if (end == at || (i + 1 < columns && *end != ',')) return false;
         at = end + 1;
     }
-    return true;
+    return values[0] >= 0 && values[0] <= CSV_STEP_MOST;
 }
 
 int64_t csv_read(const char *folder, const char *name, int columns,

@@ -304,7 +304,8 @@ static void recall_validation(void *user, const double *values) {
 
 static void recall_fallbacks(void *user, const double *values) {
     (void)user;
-    for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, (int64_t)values[i + 1]);
+    for (int i = 0; i < FALLBACKS; i++) /* an infinity is no int64_t */
+        fallback_restore((fallback)i, (int64_t)fmin(fmax(values[i + 1], 0), CSV_STEP_MOST));
 }
 
 /* metrics.json is of the whole run: what its steps before came to is in the CSVs. */
