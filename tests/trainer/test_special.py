@@ -101,6 +101,16 @@ def test_another_vocabulary(two, one):
         for steps, vocabulary in ((2, one), (3, other)):
             _, said, also = runs.train(f"{name}_run", *common, "--tokenizer-path", vocabulary, "--steps", steps, "--resume")
             check(("(tokenizer, names, sizes or contents differ)" in said + also) == (vocabulary == other), name, steps, said, also)
+    words = {word: i for i, word in enumerate([*WORDS[:256], *WORDS[:255:-1], "<|endoftext|>"])}
+    turned = folder("turned", {"vocab.json": words, "merges.txt": "t h\nth e\n"})
+    kept = runs.root / "kept.txt_run"
+    for options in (("--resume",), ("--init-from", kept, "--tokenizer", "gpt2", "--data", data)):
+        out = kept.name if options == ("--resume",) else "from_kept"
+        _, _, also = runs.train(out, *options, "--tokenizer-path", turned, "--steps", 4, code=2)
+        check(f"the model's tokens are not those of {turned}: data.tokenizer_path must name the" in also, also)
+    check("the model's tokens are not those of" in write(kept, "--tokenizer-path", turned, code=2)[1], "generate")
+    write(kept, "--tokenizer-path", one, "--length", "3")
+    runs.train("more", "--init-from", kept, "--tokenizer", "gpt2", "--tokenizer-path", other, "--data", data, "--steps", 1)
 
 
 def test_template():

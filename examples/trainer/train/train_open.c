@@ -174,7 +174,8 @@ static bool load_first_weights(trainer *t, fault *f) {
     if (!checkpoint_open(&k, t->config->train.init_from, f)) return false;
     bool ok = config_same_model(t->config, &k.config, &why) ||
               fault_set(f, "train.init_from: %.400s: %s", k.path, why.text);
-    ok = ok && train_load_weights(t, &k, f);
+    ok = ok && restore_same_vocabulary(&k, t->tokenizer, t->config->data.tokenizer_path, f) &&
+         train_load_weights(t, &k, f);
     checkpoint_close(&k);
     return ok;
 }
@@ -314,9 +315,11 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
         if (!open_checkpoint(opened, c, f)) return false;
         *k = opened;
         t->state = opened->state;
+        if (!restore_same_vocabulary(opened, t->tokenizer, c->data.tokenizer_path, f)) return false;
         t->saved_step = opened->state.step;
     }
     t->first_step = t->state.step + 1;
+    restore_note_vocabulary(&t->state, t->tokenizer, c->model.vocab_size);
     settle_scale(t);
     t->observer.statistics = !telemetry_without_stats(c);
     if (!open_model(t, *k, f) || !train_open_saver(t, f)) return false;
