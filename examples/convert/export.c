@@ -12,6 +12,7 @@
 #include "data/tokenizer.h"
 #include "import.h"
 #include "model/model.h"
+#include "train/restore.h"
 #include "train/train.h"
 
 enum { PATH_ROOM = CONFIG_PATH_BYTES + 256, FILE_LIMIT = 1 << 28 };
@@ -453,11 +454,12 @@ bool export_folder(const checkpoint *k, const char *folder, const listener *note
     if (!checkpoint_verify(k, f)) return false;
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
+    bool same = restore_same_vocabulary(k, t, c->data.tokenizer_path, f);
     json_t *generation = generation_json(t);
     int32_t tokens = tokenizer_vocab_size(t);
     int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokens;
     tokenizer_close(t);
-    if (!check_weights(k, tokens, f) || !files_make_folder(folder, f) ||
+    if (!same || !check_weights(k, tokens, f) || !files_make_folder(folder, f) ||
         !check_folder(folder, c->data.tokenizer_path, f) ||
         !files_join(made, sizeof made, folder, ".export", f) || !files_remove_folder(made, f) ||
         !files_make_folder(made, f)) {

@@ -75,7 +75,9 @@ static bool open_generator(generator *g, fault *f) {
     listener notes = listener_stderr();
     if (!config_check_model(c, f) || !config_check_effects(c, &notes, f)) return false;
     g->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
-    if (!g->tokenizer) return false;
+    if (!g->tokenizer ||
+        !restore_same_vocabulary(&g->checkpoint, g->tokenizer, c->data.tokenizer_path, f))
+        return false;
     if (g->options.ignore_end && tokenizer_end(g->tokenizer) < 0)
         listener_say(&notes, "--ignore-eos: no effect: bytes have no token that ends a text");
     int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(g->tokenizer);

@@ -190,7 +190,8 @@ static bool open_inspector(inspector *n, fault *f) {
                          n->options.checkpoint);
     const char *folder = n->options.tokenizer ? n->options.tokenizer : c->data.tokenizer_path;
     n->tokenizer = tokenizer_open(c->data.tokenizer, folder, f);
-    if (!n->tokenizer) return false;
+    if (!n->tokenizer || !restore_same_vocabulary(&n->checkpoint, n->tokenizer, folder, f))
+        return false;
     int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(n->tokenizer);
     if (!read_text(n, vocab, f) || !ops_cpu_open(&n->inner, 0, f)) return false;
     n->table = n->inner;

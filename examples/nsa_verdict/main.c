@@ -28,6 +28,7 @@ typedef struct run {
     const char *folder;
     json_t *metrics, *env;          /* NULL: missing or unreadable */
     double most_asked, began_after; /* steps */
+    int starts, unread;             /* lines of history.jsonl that can be read, that cannot */
     bool go;
 } run;
 
@@ -100,15 +101,16 @@ static void read_history(run *r) {
     lines l;
     if (fd < 0) return;
     lines_open(&l, fd, path, 0, -1);
-    for (bool first = true; lines_next(&l, &line, &bytes, &unused) == LINES_ONE;) {
+    while (lines_next(&l, &line, &bytes, &unused) == LINES_ONE) {
         json_t *start =
             json_file_parse(path, line, bytes, &json_of_settings, JSON_REJECT_DUPLICATES, &unused);
         json_t *settings = json_object_get(start, "config");
         double steps = json_number_value(json_object_get(settings, "train.steps"));
         double step = json_number_value(json_object_get(start, "step"));
         if (steps > r->most_asked) r->most_asked = steps;
-        if (first && start) r->began_after = step;
-        if (start) first = false;
+        if (start && !r->starts) r->began_after = step;
+        r->starts += start != NULL;
+        r->unread += !start;
         json_decref(start);
     }
     lines_close(&l);
@@ -117,9 +119,13 @@ static void read_history(run *r) {
 static void judge_steps(run *r) {
     double done = number(r, "steps_done"), asked = number(r, "steps");
     bool all = asked >= r->most_asked;
-    judge(r, "steps", done == asked && asked > 0 && all,
-          all ? "%.0f of %.0f done" : "%.0f of %.0f done, but the run was started for %.0f", done,
-          asked, r->most_asked);
+    char more[96] = "";
+    if (r->unread) /* of a start that a full disk ended, say */
+        snprintf(more, sizeof more, "; lines of history.jsonl that cannot be read: %d of %d",
+                 r->unread, r->unread + r->starts);
+    judge(r, "steps", done == asked && asked > 0 && all && (r->starts || !r->unread),
+          all ? "%.0f of %.0f done%s" : "%.0f of %.0f done%s, but the run was started for %.0f",
+          done, asked, more, r->most_asked);
 }
 
 /* ---- The losses ---- */
@@ -127,7 +133,7 @@ static void judge_steps(run *r) {
 typedef struct table {
     double *steps, *losses;
     size_t count, room;
-    bool failed;
+    int64_t unread; /* the first line that is no row, 0: none; -1: the file cannot be read */
 } table;
 
 static void add_row(void *user, const double *values) {
@@ -138,8 +144,10 @@ static void add_row(void *user, const double *values) {
         double *losses = steps ? realloc(t->losses, room * sizeof *losses) : NULL;
         if (steps) t->steps = steps;
         if (losses) t->losses = losses;
-        t->failed = t->failed || !losses;
-        if (!losses) return;
+        if (!losses) {
+            fprintf(stderr, "nsa_verdict: out of memory\n");
+            exit(UNUSABLE);
+        }
         t->room = room;
     }
     t->steps[t->count] = values[0];
@@ -149,8 +157,16 @@ static void add_row(void *user, const double *values) {
 static table read_table(const run *r, const char *name, int columns) {
     table t = {.count = 0};
     fault unused;
-    if (!csv_read(r->folder, name, columns, add_row, &t, &unused) || t.failed) t.count = 0;
+    t.unread = csv_read(r->folder, name, columns, add_row, &t, &unused);
     return t;
+}
+
+/* Whether a line of it is no row, which is told. */
+static bool judge_unread(run *r, const char *criterion, const char *name, int64_t unread) {
+    if (unread > 0)
+        judge(r, criterion, false, "%s: line %lld is no row of numbers", name, (long long)unread);
+    if (unread < 0) judge(r, criterion, false, "%s: cannot be read", name);
+    return unread != 0;
 }
 
 static void free_table(table *t) {
@@ -166,6 +182,7 @@ static void judge_rows(run *r, const table *t) {
         judge(r, "rows", true, "CSVs were switched off");
         return;
     }
+    if (judge_unread(r, "rows", "training.csv", t->unread)) return;
     while (i < t->count && t->steps[i] == want) i++, want++;
     if (i < t->count)
         judge(r, "rows", false, "training.csv has step %.0f where %.0f is due", t->steps[i], want);
@@ -205,20 +222,25 @@ static void judge_loss(run *r, const table *t) {
               first, last, LEARNT);
 }
 
-static void judge_validation(run *r, const table *t) {
-    table v = read_table(r, "val.csv", 3);
-    double last = v.count ? v.losses[v.count - 1] : (double)NAN;
-    if (is_off(r, "evaluation") || is_off(r, "csv"))
-        judge(r, "validation", true, "not judged: %s switched off",
-              is_off(r, "csv") ? "CSVs were" : "evaluation was");
-    else if (!v.count)
+static void judge_evaluations(run *r, const table *t, const table *v) {
+    double last = v->count ? v->losses[v->count - 1] : (double)NAN;
+    if (!v->count)
         judge(r, "validation", false, "val.csv has no evaluation");
     else if (t->count < 2 || is_synthetic(r))
         judge(r, "validation", isfinite(last), "%.4f; not judged, as the loss", last);
     else
         judge(r, "validation", last < t->losses[0],
               "%.4f at last (below the first step's %.4f), %zu evaluations", last, t->losses[0],
-              v.count);
+              v->count);
+}
+
+static void judge_validation(run *r, const table *t) {
+    table v = read_table(r, "val.csv", 3);
+    if (is_off(r, "evaluation") || is_off(r, "csv"))
+        judge(r, "validation", true, "not judged: %s switched off",
+              is_off(r, "csv") ? "CSVs were" : "evaluation was");
+    else if (!judge_unread(r, "validation", "val.csv", v.unread))
+        judge_evaluations(r, t, &v);
     free_table(&v);
 }
 
@@ -262,7 +284,9 @@ static void judge_fallbacks(run *r) {
     double total = number(r, "total_fallbacks"), last[FALLBACKS + 1] = {0};
     char which[FAULT_BYTES] = "";
     fault unused;
-    csv_read(r->folder, "fallback_counters.csv", FALLBACKS + 2, keep_last, last, &unused);
+    int64_t unread =
+        csv_read(r->folder, "fallback_counters.csv", FALLBACKS + 2, keep_last, last, &unused);
+    if (judge_unread(r, "fallbacks", "fallback_counters.csv", unread)) return;
     for (int i = 0; i < FALLBACKS; i++) {
         size_t used = strlen(which);
         if (last[i + 1] > 0)
@@ -331,6 +355,16 @@ static long long size_of(const char *path) {
     return sum;
 }
 
+/* A name that ends so is that of an object. */
+static bool is_spoilt_json(const run *r, const char *name) {
+    size_t length = strlen(name);
+    if (length < 5 || strcmp(name + length - 5, ".json")) return false;
+    json_t *root = read_json(r, name);
+    bool is_object = json_is_object(root);
+    json_decref(root);
+    return !is_object;
+}
+
 static void judge_artefact(run *r, const char *name, const char *part) {
     char path[CONFIG_PATH_BYTES + 64];
     long long size = path_of(r, name, path) ? size_of(path) : -1;
@@ -338,6 +372,8 @@ static void judge_artefact(run *r, const char *name, const char *part) {
         judge(r, "artefact", true, "%-28s switched off", name);
     else if (size < 0)
         judge(r, "artefact", false, "%-28s is missing", name);
+    else if (size > 0 && is_spoilt_json(r, name))
+        judge(r, "artefact", false, "%-28s is no JSON object", name);
     else
         judge(r, "artefact", size > 0, "%-28s %lld bytes", name, size);
 }

@@ -40,8 +40,10 @@ static void put_32(unsigned char *to, uint32_t x) {
 /* uint16 where the vocabulary allows it, else uint32: llm.c's magic numbers and versions. */
 static bool put_shard(job *j, size_t count, fault *f) {
     char path[PATH_ROOM], name[32];
-    int width = tokenizer_vocab_size(j->tokenizer) > MOST_IDS_16 ? 4 : 2;
+    int32_t words = tokenizer_vocab_size(j->tokenizer);
+    int width = words > MOST_IDS_16 ? 4 : 2;
     size_t bytes = FORMAT_HEADER + (size_t)width * count;
+    uint64_t spelling = tokenizer_spelling(j->tokenizer, words);
     snprintf(name, sizeof name, "shard_%06" PRId64 ".bin", j->shards);
     if (!files_join(path, sizeof path, j->part, name, f)) return false;
     unsigned char *all = calloc(bytes, 1);
@@ -49,6 +51,10 @@ static bool put_shard(job *j, size_t count, fault *f) {
     put_32(all, width == 2 ? FORMAT_MAGIC_16 : FORMAT_MAGIC_32);
     put_32(all + 4, width == 2 ? 1 : 7);
     put_32(all + 8, (uint32_t)count);
+    put_32(all + 12, FORMAT_STAMP);
+    put_32(all + 16, (uint32_t)words);
+    put_32(all + 20, (uint32_t)spelling);
+    put_32(all + 24, (uint32_t)(spelling >> 32));
     for (size_t i = 0; i < count * (size_t)width; i++)
         all[FORMAT_HEADER + i] =
             (unsigned char)(j->waiting.ids[i / (size_t)width] >> 8 * (i % (size_t)width));

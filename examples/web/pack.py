@@ -111,7 +111,7 @@ def main():
     folder, to = checkpoint_folder(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2])
     try:
         data = pack(folder)
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error) as error:
         raise SystemExit(f"{folder}: no checkpoint that the page can take: {error!r}")
     try:
         write_file(to.resolve(), data)

@@ -397,6 +397,7 @@ static void test_files(void) {
            "c.yaml:2: train.lr = 2: must be a number above 0, at most 1");
     refuse(file("train:\n  steps: '7'\n"),
            "c.yaml:2: train.steps is quoted text: must be an integer");
+    refuse(file("data:\n  path: !env CORPUS\n"), "c.yaml:2: data.path has a tag, as !env: ");
     refuse(file("train:\n  steps:\n"), "c.yaml:2: train.steps is empty: must be an integer");
     refuse(file("train:\n  steps: [1]\n"), "c.yaml:2: train.steps is a list or a section");
     refuse(file("train:\n  steps: 7\n  steps: 8\n"), "c.yaml:3: train.steps: given twice&line 2");

@@ -595,6 +595,12 @@ class Convert(unittest.TestCase):
         weights.write_bytes(whole[:-4])
         done = subprocess.run(command, capture_output=True, text=True)
         self.assertRegex(done.stderr, r"has \d+ numbers, and a shape of .*: cut short")
+        for header in ("[]", '{"a": 1}', '{"a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}',
+                       '{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}',
+                       '{"a": {"dtype": "F32", "shape": [1], "data_offsets": null}}'):
+            weights.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+            done = subprocess.run(command, capture_output=True, text=True)
+            self.assertRegex(done.stderr, "^.*step_00000003: no checkpoint that the page can take: .*\n$")
         weights.write_bytes(whole)
         change(out / "checkpoints/latest", KINDS["nan"][0])
         done = subprocess.run(command, capture_output=True, text=True)

@@ -157,7 +157,13 @@ def test_json():
 def test_text():
     reads("mark.txt", MARK + b"plain text\n" * 30, b"plain text\n" * 30)
     reads("no_newline", b"plain text", b"plain text\n", trains=False)
-    reads("latin.txt", b"caf\xe9 au lait\n" * 9, b"caf\xe9 au lait\n" * 9, trains=False)
+    strays = b"caf\xc3\xa9 au lait\n" * 9 + b"a caf\xe9\n" + b"plain\n" * 400 + b"and na\xefve\n" * 2
+    reads("strays.txt", strays, strays, trains=False)
+    for name, data in (("latin.txt", "Das M\u00e4dchen ging \u00fcber die Stra\u00dfe\n".encode("latin-1") * 99),
+                       ("kanji", "\u65e5\u672c\u8a9e\u306e\u6587\u3067\u3059\n".encode("shift-jis") * 99),
+                       ("packed.msgpack", b"\x82\xa4text\xa5hello\xa2id\x01" * 99), ("a.br", b"\x8b\x02\x80" * 400)):
+        refuses(name, data, "not in UTF-8", "iconv", "--dataset text takes its bytes", trains=True)
+        train(place({name: data}) / name, "--dataset", "text")
     reads("code.c", b"{ int x; }\n", b"{ int x; }\n", trains=False)
     reads("note.md", b"[1] a note\n", b"[1] a note\n", trains=False)
     path = place({"only_a_mark.txt": MARK}) / "only_a_mark.txt"

@@ -283,7 +283,7 @@ static void test_refusals(void) {
     expect(shell("%s %s --threads 1 --length 1", generator, test_path("shards")), 2,
            "data.tokenizer_path: must name the folder");
     expect(shell("%s %s --tokenizer-path /nowhere", generator, test_path("shards")), 2,
-           "/nowhere/vocab.json: cannot open");
+           "/nowhere: must be a folder that has tokenizer.json");
     token_list prompt;
     tokenizer *t = tokenizer_open(CONFIG_BYTE, "", &why);
     TEST_FAULT(sample_prompt(t, "aba", 3, 'b', &prompt, &why), &why, "token 98&knows 0 to 97");

@@ -44,6 +44,9 @@ run(2, "smoke", "--out", root / "bad", *FEW, "--frobnicate")
 run(2, "smoke", "--out", root / "cuda", "--device", "cuda", "--dataset", "synthetic")
 said = run(1, "smoke", "--out", root / "blind", "--last", 2, *FEW, NSA_DISABLE_AUX_STATS="1")
 check("NO-GO" in said and not (root / "blind/2").exists(), "no second phase after a NO-GO", said)
+for option in ("--steps=5", "--out-dir"):  # would be every phase's
+    said = run(2, "smoke", "--out", root / "own", *FEW, option, "5")
+    check(f"{option}: each phase has its own; --last STEPS" in said and not (root / "own").exists(), said)
 for words in ([], ["frobnicate"], ["smoke", "--last", "x"], ["smoke", "--ranks"], ["soak", "--ranks", "0"]):
     run(2, *words)
 run(2, "smoke", NSA_BIN=str(root))

@@ -61,16 +61,33 @@ check(code != 0 and metrics["verdict"] == "stopped by SIGTERM", code, metrics)
 saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
 check(saved == metrics["steps_done"], saved, metrics)
 
-# Two folders under one name, of the same size: found before the first step.
+# Two folders under one name: what differs there is found before the first step, and told by the process that has it.
+spelled = [chr(b) for b in range(33, 127)] + [chr(b) for b in range(161, 256) if b != 173] + [chr(256 + n) for n in range(68)]
 for rank in range(2):
     (runs.root / str(rank)).mkdir()
     (runs.root / str(rank) / "text").write_text("".join(f"line {i * (rank + 1) % 7} of words\n" for i in range(3000)))
+    for name in ("alone", "other")[rank:]:  # rank 1 has no "alone"
+        (runs.root / str(rank) / name).mkdir()
+        vocab = {word: i for i, word in enumerate([*spelled, *["th"] * rank, "<|endoftext|>"])}
+        (runs.root / str(rank) / name / "vocab.json").write_text(json.dumps(vocab))
+        (runs.root / str(rank) / name / "merges.txt").write_text("")
 apart = ["sh", "-c", 'cd "$0/${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" && exec "$@"', str(runs.root)]
-ran = subprocess.run([*runs.launcher, *apart, runs.program, *SMALL, "--data", "text", "--steps", "3", "--out-dir",
-                      runs.root / "apart"], text=True, stdin=subprocess.DEVNULL, timeout=120, stdout=subprocess.PIPE,
-                     stderr=subprocess.STDOUT)
-check(ran.returncode != 0 and "contents differ" in ran.stdout and "data.path = text" in ran.stdout, ran)
+
+
+def differ(name, *options, code=2, words=()):
+    """Each in its own folder; exit code 2, for to start again would find the same."""
+    ran = subprocess.run([*runs.launcher, *apart, runs.program, *SMALL, "--out-dir", name, *map(str, options)], text=True,
+                         stdin=subprocess.DEVNULL, timeout=120, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    check(ran.returncode == code and all(word in ran.stdout for word in words), name, ran)
+
+
+differ(runs.root / "apart", "--data", "text", "--steps", 3, words=("contents differ", "data.path = text"))
 check((runs.root / "apart/training.csv").read_text().count("\n") == 1, "a step was done")
+for name, words in (("alone", ("rank 1: alone: must be a folder that has tokenizer.json",)),
+                    ("other", ("data.tokenizer_path = other", "vocabularies differ"))):
+    differ(runs.root / name, "--data", corpus, "--steps", 3, "--tokenizer", "gpt2", "--tokenizer-path", name, words=words)
+differ("own", "--data", corpus, "--steps", 3, code=0)
+differ("own", "--data", corpus, "--steps", 6, "--resume", words=("train.out_dir = own", "must be one folder for all"))
 
 
 def begin(name, *options):

@@ -34,7 +34,8 @@ def tokens(folder):
     for path in sorted(folder.glob("*.bin")):
         data = path.read_bytes()
         head = struct.unpack("<256i", data[:1024])
-        check(head[:2] == (20240520, 1) and head[3:] == (0,) * 253 and len(data) == 1024 + 2 * head[2], path, head[:3])
+        check(head[:2] == (20240520, 1) and len(data) == 1024 + 2 * head[2], path, head[:3])
+        check(data[12:16] == b"nsa\0" and any(head[5:7]) and head[7:] == (0,) * 249, path, head[:7])
         found += struct.unpack(f"<{head[2]}H", data[1024:])
         sizes.append(head[2])
     return found, sizes
@@ -78,6 +79,32 @@ def test_vocabulary():
     words = ("--tokenizer", "gpt2", "--tokenizer-path", gpt2)
     check(losses("of_shards", *words, "--dataset", "bin", "--data", folder) ==
           losses("of_words", *words, "--data", corpus), "losses")
+
+
+def test_another_vocabulary():
+    """Shards say what their tokens spell: a run with other words of the same ids is refused, one that
+    has got more is not; others' shards say nothing."""
+    merged, turned = runs.root / "merged", runs.root / "turned"
+    turned.mkdir()
+    vocab = json.loads((gpt2 / "vocab.json").read_text())
+    vocab["li"], vocab["ne"] = vocab["ne"], vocab["li"]
+    (turned / "vocab.json").write_text(json.dumps(vocab))
+    (turned / "merges.txt").write_text((gpt2 / "merges.txt").read_text())
+    words = ("--steps", 1, "--tokenizer", "gpt2", "--tokenizer-path", turned)
+    for name, options in ((turned, words), ("bytes", ("--vocab-size", 259))):
+        _, _, said = runs.train("turned_run", "--data", merged, *options, code=2)
+        check(f"merged/shard_000000.bin: its tokens are not those of {name}" in said, said)
+        check("must name the vocabulary that `shards` made it with" in said, said)
+    grown = runs.root / "grown"
+    grown.mkdir()
+    vocab = json.loads((gpt2 / "vocab.json").read_text())
+    (grown / "vocab.json").write_text(json.dumps(vocab | {"line": 259}))
+    (grown / "merges.txt").write_text((gpt2 / "merges.txt").read_text())
+    runs.train("grown_run", "--data", merged, "--steps", 1, "--tokenizer", "gpt2", "--tokenizer-path", grown)
+    shard = (merged / "shard_000000.bin").read_bytes()
+    (runs.root / "unsaid.bin").write_bytes(shard[:12] + bytes(1012) + shard[1024:])
+    runs.train("unsaid", "--data", runs.root / "unsaid.bin", *words)
+    runs.train("no_files", "--data", merged, "--steps", 1, "--tokenizer", "gpt2")
 
 
 def test_lines():
@@ -240,6 +267,7 @@ if sys.argv[4:] == ["wider"]:
     sys.exit()
 test_bytes()
 test_vocabulary()
+test_another_vocabulary()
 test_lines()
 test_wide()
 test_wrong_in_the_first_step()

@@ -101,6 +101,16 @@ def test_another_vocabulary(two, one):
         for steps, vocabulary in ((2, one), (3, other)):
             _, said, also = runs.train(f"{name}_run", *common, "--tokenizer-path", vocabulary, "--steps", steps, "--resume")
             check(("(tokenizer, names, sizes or contents differ)" in said + also) == (vocabulary == other), name, steps, said, also)
+    words = {word: i for i, word in enumerate([*WORDS[:256], *WORDS[:255:-1], "<|endoftext|>"])}
+    turned = folder("turned", {"vocab.json": words, "merges.txt": "t h\nth e\n"})
+    kept = runs.root / "kept.txt_run"
+    for options in (("--resume",), ("--init-from", kept, "--tokenizer", "gpt2", "--data", data)):
+        out = kept.name if options == ("--resume",) else "from_kept"
+        _, _, also = runs.train(out, *options, "--tokenizer-path", turned, "--steps", 4, code=2)
+        check(f"the model's tokens are not those of {turned}: data.tokenizer_path must name the" in also, also)
+    check("the model's tokens are not those of" in write(kept, "--tokenizer-path", turned, code=2)[1], "generate")
+    write(kept, "--tokenizer-path", one, "--length", "3")
+    runs.train("more", "--init-from", kept, "--tokenizer", "gpt2", "--tokenizer-path", other, "--data", data, "--steps", 1)
 
 
 def test_template():
@@ -211,14 +221,22 @@ def test_tokens_beside():
     vocab = {w: i for i, w in enumerate([*WORDS, "<|endoftext|>"])}
     whole = tokenizer_json(vocab, [token(261, "<x>")], None)
     for i, content in enumerate(("<x>", "<y>", "the")):
-        for name, beside in (("added_tokens.json", {content: 261}),
+        for name, beside in (("added_tokens.json", {content: 261}), ("special_tokens_map.json", {"pad_token": content}),
+                             ("special_tokens_map.json", {"eos_token": {"content": content, "lstrip": False}}),
+                             ("special_tokens_map.json", {"additional_special_tokens": [content, {"content": content}]}),
+                             ("tokenizer_config.json", {"pad_token": content, "add_bos_token": True, "token_x": "y"}),
                              ("tokenizer_config.json", {"added_tokens_decoder": {"261": {"content": content}},
                                                         "model_max_length": int(1e30)})):
-            path = folder(f"beside_{name}_{i}", {"tokenizer.json": whole, name: beside})
+            path = folder(f"beside{len(os.listdir(runs.root))}", {"tokenizer.json": whole, name: beside})
             ran = subprocess.run([shards, runs.root / f"{path.name}_made", runs.root / "two_files.jsonl", "--tokenizer-path",
                                   path], capture_output=True, text=True, timeout=60)
             words = f'{name}: token "{content}": must be an added token of tokenizer.json too'
             check(ran.returncode == 2 and words in ran.stderr if i else ran.returncode == 0, ran)
+    spaced = {"tokenizer_config.json": {"add_prefix_space": True}}  # which transformers puts in the place of the file's own
+    for files in ({"tokenizer.json": whole}, {"vocab.json": vocab, "merges.txt": "t h\n"}):
+        ran = subprocess.run([shards, runs.root / "spaced_made", runs.root / "two_files.jsonl", "--tokenizer-path",
+                              folder(f"spaced{len(files)}", files | spaced)], capture_output=True, text=True, timeout=60)
+        check(ran.returncode == 2 and "tokenizer_config.json: add_prefix_space: must be false" in ran.stderr, ran)
 
 
 def test_numbers_of_added_tokens():
@@ -270,10 +288,18 @@ def test_both_ends():
             ("strange", {"tokenizer.json": tokenizer_json(vocab, added, {"type": "Other"})}, "post_processor: Other"),
             ("beside", {"vocab.json": vocab | {"<|endoftext|>": 263}, "merges.txt": "t h\n",
                         "added_tokens.json": {"<pad>": 261}},
-             "added_tokens.json: tokens beside")):
+             "added_tokens.json: token \"<pad>\": must be an added token of tokenizer.json too")):
         ran = subprocess.run([shards, runs.root / "refused", text, "--tokenizer-path", folder(name, files)],
                              capture_output=True, text=True, timeout=60)
         check(ran.returncode == 2 and words in ran.stderr, ran)
+
+
+def test_no_vocabulary():
+    """A file in the place of its folder, and a folder of another kind of vocabulary."""
+    for path in (runs.root / "one_file/tokenizer.json", folder("pieces", {"tokenizer.model": "x"})):
+        ran = subprocess.run([shards, runs.root / "refused", runs.root / "two_files.jsonl", "--tokenizer-path", path],
+                             capture_output=True, text=True, timeout=60)
+        check(ran.returncode == 2 and f"{path}: must be a folder that has tokenizer.json, or vocab.json and" in ran.stderr, ran)
 
 
 def write(model, *options, code=0):
@@ -322,6 +348,7 @@ test_patterns()
 test_odd_tokenizers()
 test_tokens_beside()
 test_numbers_of_added_tokens()
+test_no_vocabulary()
 test_both_ends()
 test_end(test_template())
 done()

@@ -265,6 +265,30 @@ static void test_split_stays(void) {
     }
 }
 
+/* One document, or a first one that is most of the data: it is trained on. One of a fifth of them
+   is set aside, though more than val_fraction. */
+static void test_large_first(void) {
+    static const struct {
+        int first, others; /* characters */
+        bool set_aside;
+    } cases[] = {{4000, 0, false}, {4000, 400, false}, {1000, 4000, true}};
+    char text[8192];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        data_options o = options_for(CONFIG_DATASET_AUTO, test_path("first.jsonl"));
+        data_batch b;
+        check_case("a large first document, %zu", i);
+        int n = sprintf(text, "{\"text\": \"%0*d\"}\n", cases[i].first, 0);
+        if (cases[i].others) sprintf(text + n, "{\"text\": \"%0*d\"}\n", cases[i].others, 1);
+        test_write_text(test_path("first.jsonl"), text);
+        data *d = data_open(&o, &why);
+        if (!CHECK(d && data_next(d, &b, &why), "%s", why.text)) continue;
+        CHECK((data_val_batches(d) > 0) == cases[i].set_aside, "%lld batches of validation",
+              (long long)data_val_batches(d));
+        CHECK(b.tokens[0] == '0' && b.tokens[SEQ - 1] == '0', "what is trained on first");
+        data_close(d);
+    }
+}
+
 static void test_bad_lines(void) {
     data_batch b;
     char *text = malloc(1 << 20);
@@ -509,6 +533,7 @@ int main(void) {
     test_found_early();
     test_stream_split();
     test_split_stays();
+    test_large_first();
     test_bad_lines();
     test_pipe();
     test_timeout();

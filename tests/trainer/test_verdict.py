@@ -144,6 +144,32 @@ only(changed("short", in_history({"config": {"train.steps": 100000}}, {"config":
 verdict(changed("longer", in_history({"config": {"train.steps": 4}}, {"config": {"train.steps": 8}})), 0)
 only(changed("weights", lambda out: os.truncate(out / "checkpoints/latest/model.safetensors", 10)), "checkpoint",
      "model.safetensors: damaged: 10 bytes")
+
+
+def with_line(name, line, text):
+    """That line of the file replaced; behind the last, added."""
+    def write(out):
+        lines = (out / name).read_text().splitlines()
+        (out / name).write_text("\n".join([*lines[:line - 1], text, *lines[line:]]) + "\n")
+    return write
+
+
+# What cannot be read is not passed over: the last evaluation may be in it.
+for name, criterion, line, text in (("training.csv", "rows", 3, "xx"), ("training.csv", "rows", 10, "9,3.0"),
+                                    ("val.csv", "validation", 3, "8,low,2"), ("val.csv", "validation", 4, "9" * 3000),
+                                    ("fallback_counters.csv", "fallbacks", 9, "8")):
+    only(changed("unread", with_line(name, line, text)), criterion, f"{name}: line {line} is no row of numbers")
+for name in ("env.json", "mem_boot.json"):
+    for text in ("{", "[]"):
+        said, artefacts = verdict(changed("unread", lambda out: (out / name).write_text(text)), 1)
+        check(artefacts[name] == (False, "is no JSON object"), artefacts)
+endless = changed("endless", with_line("fallback_counters.csv", 9, ",".join(["8", *["inf"] * 10])))
+runs.train("endless", "--data", corpus, "--steps", 9, "--resume")  # an infinity is many, and no negative number
+check(json.loads((endless / "metrics.json").read_text())["total_fallbacks"] >= 1e15, "an infinity of fallbacks")
+only(changed("unread", with_line("val.csv", 3, "1e999,4.8,120")), "validation", "line 3 is no row")
+only(changed("unread", with_line("history.jsonl", 1, "{")), "steps", "history.jsonl that cannot be read: 1 of 1")
+said, _ = verdict(changed("half", with_line("history.jsonl", 2, '{"iso": "2026-')), 0)  # a start on a full disk
+check("history.jsonl that cannot be read: 1 of 2" in said["steps"][1], said)
 out, _, _ = runs.train("noeval", "--data", corpus, "--steps", 8, "--eval-every", 0)
 check("evaluation was switched off" in verdict(out, 0)[0]["validation"][1], "no evaluation is said")
 out, _, _ = runs.train("lazy", "--data", corpus, "--steps", 8, "--lr", "1e-30", "--eval-every", 4)

@@ -55,6 +55,7 @@ static const struct {
     FIELD(data.offset, FIELD_INTEGER),    FIELD(data.document, FIELD_INTEGER),
     FIELD(data.used, FIELD_INTEGER),      FIELD(data.fingerprint, FIELD_HEX),
     FIELD(data.split_parts, FIELD_LATER), FIELD(data.split_size, FIELD_LATER),
+    FIELD(vocabulary, FIELD_LATER),
 };
 
 enum { FIELDS = sizeof fields / sizeof fields[0] };

@@ -22,10 +22,11 @@ typedef struct checkpoint_state {
     data_position data;
     double loss_scale; /* fp16: the scaler; 1 where there is none */
     int64_t scaler_good_steps, skipped_steps;
-    double loss_first; /* of step 1, for metrics.json */
-    double val_loss;   /* of this step; NaN: it was not evaluated */
-    double seconds;    /* trained so far */
-    int64_t tokens;    /* trained on so far */
+    double loss_first;  /* of step 1, for metrics.json */
+    double val_loss;    /* of this step; NaN: it was not evaluated */
+    double seconds;     /* trained so far */
+    int64_t tokens;     /* trained on so far */
+    int64_t vocabulary; /* its size and 24 bits of tokenizer_spelling; 0 or -1: not known */
 } checkpoint_state;
 
 /* Writes out_dir/checkpoints/step_N, points `latest` at it, and `best` where its validation loss is

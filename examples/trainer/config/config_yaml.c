@@ -66,6 +66,7 @@ static bool join(reader *r, const yaml_node_t *list, char *text, size_t bytes) {
 
 /* Why a node cannot be the value of e, or NULL. Quotes make text of a number, as YAML has it. */
 static const char *refusal(const option *e, const yaml_node_t *node) {
+    if (strncmp((const char *)node->tag, "tag:yaml.org,2002:", 18)) return "has a tag, as !env";
     if (e->kind == OPTION_PATTERN && node->type == YAML_SEQUENCE_NODE) return NULL;
     if (node->type != YAML_SCALAR_NODE) return "is a list or a section";
     if (!is_plain_text(node)) return "contains a zero byte";

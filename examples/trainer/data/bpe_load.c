@@ -92,6 +92,8 @@ static size_t slots_for(size_t count) {
 
 /* ---- vocab.json ---- */
 
+static const char gpt2_end[] = "<|endoftext|>";
+
 /* Sizes of the vocabulary: ids must be distinct integers from 0. */
 static bool measure(bpe_vocab *v, json_t *root, const char *path, size_t *bytes, fault *f) {
     const char *token;
@@ -174,18 +176,17 @@ static bool take_tokens(bpe_vocab *v, json_t *root, const json_t *special, size_
 }
 
 static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
-    static const char end[] = "<|endoftext|>";
     size_t bytes;
     json_t *root = json_file_read(path, &json_of_tokens, f);
     bool ok = root && measure(v, root, path, &bytes, f) &&
               take_tokens(v, root, NULL, bytes, path, f) && find_bytes(v, path, f);
-    if (ok) v->end_of_text = bpe_vocab_id(v, end, sizeof end - 1);
-    if (ok && v->end_of_text < 0) ok = fault_set(f, "%s: no token %s", path, end);
+    if (ok) v->end_of_text = bpe_vocab_id(v, gpt2_end, sizeof gpt2_end - 1);
+    if (ok && v->end_of_text < 0) ok = fault_set(f, "%s: no token %s", path, gpt2_end);
     if (ok) ok = (v->added = malloc(sizeof *v->added)) || fault_set(f, "%s: out of memory", path);
     if (ok) { /* taken out of a text as it stands, as tokenizer.json of the same vocabulary says */
         v->added[v->added_count++] = v->end_of_text;
         v->added_first = 1;
-        v->starts[(unsigned char)end[0]] = true;
+        v->starts[(unsigned char)gpt2_end[0]] = true;
     }
     json_decref(root);
     return ok;
@@ -576,28 +577,59 @@ static bool read_around(bpe_vocab *v, const json_t *x, bool *adds, const char *p
     return true;
 }
 
-/* Files of transformers beside tokenizer.json may add tokens to it: those must be there as well.
-   Their integers may be of any length. */
+/* ---- Files of transformers beside it ---- */
+
+/* A token, or a list of tokens, each as its content or in an object with that. */
+static bool check_named(const json_t *special, const char *path, const json_t *x, fault *f) {
+    const json_t *inner = json_is_object(x) ? json_object_get(x, "content") : x;
+    const char *token = json_string_value(inner);
+    for (size_t i = 0; i < json_array_size(x); i++)
+        if (!check_named(special, path, json_array_get(x, i), f)) return false;
+    return !token || json_object_get(special, token) ||
+           fault_set(f, "%s: token \"%.60s\": must be an added token of tokenizer.json too", path,
+                     token);
+}
+
+/* What names tokens: "bos_token" and its like, and lists of others. */
+static bool check_settings(const json_t *special, const char *path, json_t *root, fault *f) {
+    const char *key;
+    json_t *x;
+    bool ok = true;
+    if (json_is_true(json_object_get(root, "add_prefix_space")))
+        ok = fault_set(f, "%s: add_prefix_space: must be false", path);
+    json_object_foreach(json_object_get(root, "added_tokens_decoder"), key, x) {
+        ok = ok && check_named(special, path, x, f);
+    }
+    json_object_foreach(root, key, x) {
+        const char *end = strstr(key, "_token");
+        ok = ok && (!end || (strcmp(end, "_token") && strcmp(end, "_tokens")) ||
+                    check_named(special, path, x, f));
+    }
+    return ok;
+}
+
+/* They may add tokens, or a space: a text would have other tokens there. Their integers may be of
+   any length. */
 static bool check_beside(const json_t *special, const char *folder, fault *f) {
-    static const char *const names[] = {"added_tokens.json", "tokenizer_config.json"};
+    static const char *const names[] = {"added_tokens.json", "special_tokens_map.json",
+                                        "tokenizer_config.json"};
     char path[PATH_ROOM];
     bool ok = true;
-    for (int i = 0; ok && i < 2; i++) {
+    for (int i = 0; ok && i < 3; i++) {
         size_t bytes;
         const char *key;
-        json_t *x, *root;
+        json_t *id, *root;
         if (!files_join(path, sizeof path, folder, names[i], f)) return false;
         if (!files_exist(path)) continue;
         char *text = files_read(path, FILE_LIMIT, &bytes, f);
         if (!text) return false;
         root = json_file_parse(path, text, bytes, &json_of_tokens, JSON_DECODE_INT_AS_REAL, f);
         free(text);
-        ok = root != NULL;
-        json_object_foreach(i ? json_object_get(root, "added_tokens_decoder") : root, key, x) {
-            const char *token = i ? json_string_value(json_object_get(x, "content")) : key;
-            if (!ok || (token && json_object_get(special, token))) continue;
-            ok = fault_set(f, "%s: token \"%.60s\": must be an added token of tokenizer.json too",
-                           path, token ? token : key);
+        ok = root && (i == 0 || check_settings(special, path, root, f));
+        json_object_foreach(i ? NULL : root, key, id) {
+            json_t *token = json_string(key);
+            ok = ok && check_named(special, path, token, f);
+            json_decref(token);
         }
         json_decref(root);
     }
@@ -644,22 +676,28 @@ static void sum_up(bpe_vocab *v) {
     }
 }
 
+/* The one added token of vocab.json. */
+static bool check_end_alone(const char *folder, fault *f) {
+    json_t *special = json_pack("{s:b}", gpt2_end, 1);
+    bool ok = check_beside(special, folder, f);
+    json_decref(special);
+    return ok;
+}
+
 static bool load_folder(bpe_vocab *v, const char *folder, fault *f) {
     char path[PATH_ROOM];
     memset(v, 0, sizeof *v);
     v->prefix = v->end_of_text = -1;
     if (!files_join(path, sizeof path, folder, "tokenizer.json", f)) return false;
     if (files_exist(path)) return load_tokenizer(v, folder, path, f);
-    if (!files_join(path, sizeof path, folder, "added_tokens.json", f)) return false;
-    if (files_exist(path))
+    if (!files_join(path, sizeof path, folder, "vocab.json", f)) return false;
+    if (!files_exist(path))
         return fault_set(
-            f,
-            "%s: tokens beside vocab.json and merges.txt are not read: the folder must "
-            "have them in tokenizer.json, as transformers saves it",
-            path);
-    return add_pattern(v, gpt2_words, f) &&
-           files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
-           files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f);
+            f, "%s: must be a folder that has tokenizer.json, or vocab.json and merges.txt",
+            folder);
+    return add_pattern(v, gpt2_words, f) && load_vocab(v, path, f) &&
+           files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f) &&
+           check_end_alone(folder, f);
 }
 
 bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {

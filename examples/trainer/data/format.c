@@ -11,6 +11,7 @@
 
 #include "base/files.h"
 #include "base/lines.h"
+#include "base/text.h"
 #include "config/config.h"
 #include "data/unpack.h"
 
@@ -206,6 +207,14 @@ static int32_t little_endian_32(const char *bytes) {
                      (uint32_t)b[3] << 24);
 }
 
+/* The vocabulary that it was made with; other programs leave zeros there. */
+static void take_stamp(file_format *to, const char *head) {
+    if (little_endian_32(head + 12) != FORMAT_STAMP) return;
+    to->words = little_endian_32(head + 16);
+    to->spelling = (uint32_t)little_endian_32(head + 20) |
+                   (uint64_t)(uint32_t)little_endian_32(head + 24) << 32;
+}
+
 static bool judge_shard(file_format *to, const char *name, const char *head, size_t bytes,
                         int64_t size, bool inside, fault *f) {
     if (inside || size < 0)
@@ -229,6 +238,7 @@ static bool judge_shard(file_format *to, const char *name, const char *head, siz
     to->kind = FORMAT_SHARD;
     to->begin = FORMAT_HEADER;
     to->tokens = little_endian_32(head + 8);
+    if (bytes >= FORMAT_HEADER) take_stamp(to, head);
     if (to->tokens < 1)
         return fault_set(f, "%s: its header says %lld tokens; must be above 0", name,
                          (long long)to->tokens);
@@ -351,6 +361,18 @@ static bool check_markup(const char *name, const char *text, size_t bytes, bool 
                                    : "take its text out first (--dataset text takes it as it is)");
 }
 
+/* Latin-1, say, or binary: bytes that are no UTF-8 outnumber the characters that are, and are more
+   than a stray one among a thousand. The last character may be cut off. */
+static bool is_other_text(const char *text, size_t bytes) {
+    size_t good = 0, bad = 0;
+    for (size_t at = 0, n; at + 3 < bytes; at += n ? n : 1) {
+        n = text_character(text + at, bytes - at);
+        good += n > 1;
+        bad += !n;
+    }
+    return bad > good && bad > bytes / 1000;
+}
+
 static bool judge_text(file_format *to, const char *name, const char *head, size_t bytes,
                        format_wish wish, bool inside, fault *f) {
     bool json = names_json(name);
@@ -385,7 +407,12 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
                          "line: write each on a line (jq -c), or all as an array",
                          name);
     bool wide = next < bytes && !head[next]; /* a sign in 16 bits */
-    if ((records && !wide) || wish == FORMAT_BYTES || !memchr(head, 0, bytes)) return true;
+    if ((records && !wide) || wish == FORMAT_BYTES) return true;
+    if (!memchr(head, 0, bytes))
+        return !is_other_text(head, bytes) ||
+               refuse(f, name, inside, "text that is not in UTF-8, or none",
+                      "convert it (iconv -f LATIN1 -t UTF-8, or whatever it is in); --dataset text "
+                      "takes its bytes as they are");
     return fault_set(f,
                      "%s: holds zero bytes, as no text in UTF-8 does: a binary file, or UTF-16 "
                      "without its mark (--dataset text takes such bytes as they are)",

@@ -24,6 +24,8 @@ typedef struct file_format {
     int64_t begin; /* bytes before the first: a byte order mark, a shard's header */
     int width;     /* a shard's: bytes of a token */
     int64_t tokens;
+    int32_t words;       /* of the vocabulary that made it; 0: the shard does not say */
+    uint64_t spelling;   /* of these: tokenizer_spelling */
     bool is_empty;       /* nothing behind the mark */
     const char *no_data; /* beside a fault: what it is, where no data are ever in such a file */
 } file_format;
@@ -37,6 +39,10 @@ typedef enum format_wish {
 
 enum { FORMAT_HEAD = 65536, FORMAT_HEADER = 1024 };
 enum { FORMAT_MAGIC_16 = 20240520, FORMAT_MAGIC_32 = 20240801 };
+
+/* What `shards` adds to llm.c's header, where that has zeros from byte 12 on: this mark, "nsa", how
+   many words its vocabulary has, and in 8 bytes tokenizer_spelling of them. */
+enum { FORMAT_STAMP = 0x61736e };
 
 /* By `bytes` first bytes, all there are where `size` says so (-1: a pipe). Packed data give
    `packing` alone, and their contents are judged by another call with `inside`. What no trainer

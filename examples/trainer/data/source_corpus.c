@@ -312,6 +312,14 @@ static bool open_shard(const data_options *o, const format_file *file, piece *p,
     if (o->config->dataset != CONFIG_DATASET_AUTO && o->config->dataset != CONFIG_BIN)
         return fault_set(f, "%s: token shards (.bin), but data.dataset = text; allowed: bin",
                          file->path);
+    int32_t words = file->format.words; /* a vocabulary may have got more since */
+    uint64_t own = words ? tokenizer_spelling(o->tokenizer, words) : 0;
+    if (own && (own != file->format.spelling || words > tokenizer_vocab_size(o->tokenizer)))
+        return fault_set(f,
+                         "%s: its tokens are not those of %.300s: data.tokenizer and "
+                         "data.tokenizer_path must name the vocabulary that `shards` made it with",
+                         file->path,
+                         tokenizer_is_byte(o->tokenizer) ? "bytes" : o->config->tokenizer_path);
     p->width = file->format.width;
     p->header = file->format.begin;
     p->count = file->format.tokens;

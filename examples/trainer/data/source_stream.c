@@ -300,6 +300,15 @@ static bool sets_aside(const stream *s, int64_t val_rows) {
            (s->is_pipe || s->files.validate || s->documents.lines.offset < most);
 }
 
+/* Whether what has been read so far may be: a first document may be more than val_fraction, but not
+   most of what there is to train on. */
+static bool leaves_enough(const stream *s) {
+    const data_options *o = s->base.options;
+    double share = o->config->val_fraction > 0.25 ? o->config->val_fraction : 0.25;
+    return s->is_pipe || s->files.validate || (o->resume && o->resume->split_parts >= 0) ||
+           (double)s->documents.lines.offset <= share * (double)s->file_bytes;
+}
+
 /* Marks where the document begins that the next token of validation belongs to. */
 static bool mark_start(stream *s, size_t begin) {
     unsigned char *more = realloc(s->val_starts, s->val.count + 1);
@@ -319,6 +328,10 @@ static bool set_aside_from(stream *s, int64_t val_rows, fault *f) {
         lines_result r = read_document(s, &s->val, &offset, f);
         if (r == LINES_FAULT) return false;
         if (r == LINES_END) break;
+        if (!leaves_enough(s)) {
+            s->val.count = begin;
+            break;
+        }
         if (!mark_start(s, begin)) return fault_set(f, "out of memory");
         s->val_documents++;
         s->val_end = s->documents.lines.offset;

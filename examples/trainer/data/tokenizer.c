@@ -2,6 +2,7 @@
 #include "data/tokenizer.h"
 
 #include <stdlib.h>
+#include <xxhash.h>
 
 #include "config/config.h"
 #include "data/bpe.h"
@@ -59,6 +60,17 @@ int32_t tokenizer_prefix(const tokenizer *t) {
 
 uint64_t tokenizer_sum(const tokenizer *t) {
     return t->bpe ? bpe_sum(t->bpe) : 0;
+}
+
+uint64_t tokenizer_spelling(const tokenizer *t, int32_t count) {
+    uint64_t sum = 0;
+    size_t bytes;
+    if (count > tokenizer_vocab_size(t)) count = tokenizer_vocab_size(t);
+    for (int32_t id = 0; (t->is_byte || t->bpe) && id < count; id++) {
+        const char *text = tokenizer_bytes(t, id, &bytes);
+        sum = XXH64(text, bytes, sum + bytes);
+    }
+    return sum;
 }
 
 bool tokenizer_is_byte(const tokenizer *t) {

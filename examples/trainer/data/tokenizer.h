@@ -23,6 +23,10 @@ int32_t tokenizer_separator(const tokenizer *t);
 /* Of what decides which tokens a text becomes, whatever files it is in; 0: bytes, or none. */
 uint64_t tokenizer_sum(const tokenizer *t);
 
+/* Of what each of the first `count` tokens stands for: what shards must agree in. 0: that is not
+   known. */
+uint64_t tokenizer_spelling(const tokenizer *t, int32_t count);
+
 bool tokenizer_is_byte(const tokenizer *t);
 
 /* Whether byte-level vocabularies spell this byte so. */

@@ -84,24 +84,28 @@ static bool parse_row(const char *at, int columns, double *values) {
         if (end == at || (i + 1 < columns && *end != ',')) return false;
         at = end + 1;
     }
-    return true;
+    return values[0] >= 0 && values[0] <= CSV_STEP_MOST;
 }
 
-bool csv_read(const char *folder, const char *name, int columns,
-              void (*row)(void *user, const double *values), void *user, fault *f) {
+int64_t csv_read(const char *folder, const char *name, int columns,
+                 void (*row)(void *user, const double *values), void *user, fault *f) {
     char path[1280], line[1024];
     double values[CSV_COLUMNS];
-    if (!files_join(path, sizeof path, folder, name, f)) return false;
-    if (!files_exist(path)) return true;
+    int64_t number = 0, unread = 0;
+    if (!files_join(path, sizeof path, folder, name, f)) return -1;
+    if (!files_exist(path)) return 0;
     int fd = files_open(path, f);
     FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
     if (!file && fd >= 0) close(fd), fault_set(f, "%s: out of memory", path);
-    if (!file) return false;
-    while (fgets(line, sizeof line, file))
-        if (parse_row(line, columns, values)) row(user, values);
+    if (!file) return -1;
+    while (fgets(line, sizeof line, file)) {
+        bool is_row = parse_row(line, columns, values);
+        if (is_row) row(user, values);
+        if (++number > 1 && !is_row && !unread) unread = number;
+    }
     bool ok = !ferror(file) || fault_errno(f, "%s: cannot read", path);
     fclose(file);
-    return ok;
+    return ok ? unread : -1;
 }
 
 bool csv_row(csv *c, int64_t step, const double *values, int count, fault *f) {

@@ -10,6 +10,9 @@
 
 enum { CSV_COLUMNS = 16, CSV_OWED = 2048 }; /* columns at most; bytes of rows that wait */
 
+/* What a step may be: a double has it to the digit, and the sum of some is an int64_t. */
+#define CSV_STEP_MOST 1e15
+
 typedef struct csv {
     bool on; /* false: switched off, rows go nowhere */
     int fd;
@@ -28,10 +31,11 @@ void csv_close(csv *c);
    go on from. */
 bool csv_sync(csv *c, fault *f);
 
-/* Gives each row's numbers, the step first, to `row`; where there is no such file, none. Lines with
-   fewer than `columns` numbers, the header among them, are passed over. */
-bool csv_read(const char *folder, const char *name, int columns,
-              void (*row)(void *user, const double *values), void *user, fault *f);
+/* Gives each row's numbers, the step first (0 .. CSV_STEP_MOST), to `row`; where there is no such
+   file, none. Lines with fewer than `columns` numbers are passed over: the number of the first of
+   them but the header, 0 where there is none; -1: a fault. */
+int64_t csv_read(const char *folder, const char *name, int columns,
+                 void (*row)(void *user, const double *values), void *user, fault *f);
 
 /* The row is in the file, not only in memory, when this returns. False: it is owed, and no step may
    be saved before csv_sync has written it. */

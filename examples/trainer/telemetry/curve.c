@@ -78,9 +78,9 @@ static bool read_series(picture *p, const char *folder, fault *f) {
     static void (*const passes[])(void *user, const double *values) = {add_to_span, add_to_column};
     for (int i = 0; i < 2; i++) {
         p->reading = &p->training;
-        if (!csv_read(folder, "training.csv", 2, passes[i], p, f)) return false;
+        if (csv_read(folder, "training.csv", 2, passes[i], p, f) < 0) return false;
         p->reading = &p->validation;
-        if (!csv_read(folder, "val.csv", 2, passes[i], p, f)) return false;
+        if (csv_read(folder, "val.csv", 2, passes[i], p, f) < 0) return false;
     }
     return true;
 }

@@ -3,6 +3,7 @@
    little-endian. */
 #include "telemetry/events.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -118,17 +119,35 @@ static bool write_start(events *e, int64_t first_step, fault *f) {
     return write_record(e, m.bytes, m.count, f);
 }
 
+/* Seconds for the name: readers take the files in the order of these, so that they are above those
+   of all before, whatever the clock says. */
+static bool choose_time(const char *tb, long long *seconds, fault *f) {
+    static const char begin[] = "events.out.tfevents.";
+    files_list list;
+    *seconds = (long long)time(NULL);
+    if (!files_list_open(&list, tb, f)) return false;
+    for (size_t i = 0; i < list.count; i++) {
+        if (strncmp(list.names[i], begin, sizeof begin - 1)) continue;
+        long long said = strtoll(list.names[i] + sizeof begin - 1, NULL, 10);
+        if (said >= *seconds && said < 9999999999) *seconds = said + 1; /* of ten digits */
+    }
+    files_list_close(&list);
+    return true;
+}
+
 bool events_open(events *e, const char *folder, int64_t first_step, fault *f) {
     char tb[1280], name[256], host[64] = "localhost";
     static const char version[] = "brain.Event:2";
     message m;
+    long long seconds;
     e->file = NULL;
     gethostname(host, sizeof host - 1);
-    snprintf(name, sizeof name, "events.out.tfevents.%010lld.%s.%ld", (long long)time(NULL), host,
-             (long)getpid());
     if (!files_join(tb, sizeof tb, folder, "tb", f) || !files_make_folder(tb, f) ||
-        !files_join(e->path, sizeof e->path, tb, name, f))
+        !choose_time(tb, &seconds, f))
         return false;
+    snprintf(name, sizeof name, "events.out.tfevents.%010lld.%s.%ld", seconds, host,
+             (long)getpid());
+    if (!files_join(e->path, sizeof e->path, tb, name, f)) return false;
     int fd = files_open_end(e->path, f);
     e->file = fd < 0 ? NULL : fdopen(fd, "ab");
     if (fd >= 0 && !e->file) close(fd), fault_set(f, "%s: out of memory", e->path);

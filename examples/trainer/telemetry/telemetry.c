@@ -304,16 +304,17 @@ static void recall_validation(void *user, const double *values) {
 
 static void recall_fallbacks(void *user, const double *values) {
     (void)user;
-    for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, (int64_t)values[i + 1]);
+    for (int i = 0; i < FALLBACKS; i++) /* an infinity is no int64_t */
+        fallback_restore((fallback)i, (int64_t)fmin(fmax(values[i + 1], 0), CSV_STEP_MOST));
 }
 
 /* metrics.json is of the whole run: what its steps before came to is in the CSVs. */
 static bool recall(telemetry *t, const char *folder, fault *f) {
     if (t->config->telemetry.disable_csv_logs) return true;
-    bool ok = csv_read(folder, "training.csv", 5, recall_step, t, f) &&
-              csv_read(folder, "val.csv", 3, recall_validation, t, f) &&
-              csv_read(folder, "k_stats.csv", 5, recall_statistics, t, f) &&
-              csv_read(folder, "fallback_counters.csv", FALLBACKS + 2, recall_fallbacks, t, f);
+    bool ok = csv_read(folder, "training.csv", 5, recall_step, t, f) >= 0 &&
+              csv_read(folder, "val.csv", 3, recall_validation, t, f) >= 0 &&
+              csv_read(folder, "k_stats.csv", 5, recall_statistics, t, f) >= 0 &&
+              csv_read(folder, "fallback_counters.csv", FALLBACKS + 2, recall_fallbacks, t, f) >= 0;
     t->metrics.total_fallbacks = fallback_total();
     return ok;
 }

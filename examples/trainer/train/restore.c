@@ -28,6 +28,28 @@ static bool load(model *m, const checkpoint *k, fault *f) {
     return ok;
 }
 
+/* The first `words` tokens in 48 bits, as an integer of state.json has. */
+static int64_t vocabulary_of(const tokenizer *t, int64_t words) {
+    uint64_t spelling = tokenizer_spelling(t, (int32_t)words);
+    return !spelling || words >= 1 << 24 ? 0 : words << 24 | (int64_t)(spelling >> 40);
+}
+
+void restore_note_vocabulary(checkpoint_state *s, const tokenizer *t, int64_t asked) {
+    int64_t words = tokenizer_vocab_size(t);
+    s->vocabulary = tokenizer_is_byte(t) && asked > words ? 0 : vocabulary_of(t, words);
+}
+
+bool restore_same_vocabulary(const checkpoint *k, const tokenizer *t, const char *folder,
+                             fault *f) {
+    int64_t said = k->state.vocabulary, words = said >> 24, size = tokenizer_vocab_size(t);
+    int64_t own = vocabulary_of(t, words < size ? words : size);
+    if (said < 1 || !own || own == said) return true;
+    return fault_set(f,
+                     "%.600s: the model's tokens are not those of %.300s: data.tokenizer_path must "
+                     "name the vocabulary that it was trained with",
+                     k->path, *folder ? folder : "bytes");
+}
+
 bool restore_fits(const model_config *c, const model_options *options, const ops *o, fault *f) {
     arena sizes;
     int64_t parameters;

@@ -5,10 +5,17 @@
 #define RESTORE_H
 
 #include "checkpoint/checkpoint.h"
+#include "data/tokenizer.h"
 #include "model/model.h"
 
 /* Whether this machine holds such a model, and its control group does: asked before it is made. */
 bool restore_fits(const model_config *c, const model_options *options, const ops *o, fault *f);
+
+/* What a checkpoint says of the vocabulary, nothing where shards of one that is larger than bytes
+   are trained on without it (model.vocab_size asks so); and whether that of `folder` (bytes: "") is
+   the same, or the same with more behind. */
+void restore_note_vocabulary(checkpoint_state *s, const tokenizer *t, int64_t asked);
+bool restore_same_vocabulary(const checkpoint *k, const tokenizer *t, const char *folder, fault *f);
 
 /* options.batch is 1; options.training is off. */
 bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room, const ops *o,

@@ -344,7 +344,7 @@ static int judge(trainer *t, outcome o, fault *f, char *verdict, size_t bytes) {
     bool halted = telemetry_halted(t->telemetry);
     snprintf(verdict, bytes, "%s: %s", halted ? "halted" : "failed", f->text);
     if (o == STEP_FAILED) train_complain(t->dist, halted ? verdict : f->text);
-    /* Data that cannot be used: to start again would find the same. */
+    /* Data, or machines, that cannot be used: to start again would find the same. */
     return halted ? TELEMETRY_HALTED : t->starved ? 2 : code;
 }
 
@@ -391,7 +391,7 @@ static bool make_up_evaluation(trainer *t, fault *f) {
 /* From here on the processes are at one. */
 static outcome run(trainer *t, fault *f) {
     t->dist->waiting = foresee_end;
-    if (!train_same_parameters(t, f) || !train_same_data(t, f) || !make_up_evaluation(t, f) ||
+    if (!train_same_start(t, f) || !train_same_parameters(t, f) || !make_up_evaluation(t, f) ||
         !print_sample(t, "before", f))
         return STEP_FAILED;
     return steps(t, f);
@@ -403,8 +403,8 @@ int train_run(const config *c, const ops *o, dist *d) {
     outcome end = STEP_DONE;
     dump_prepare();
     bool opened = train_open(&t, c, o, d, &f);
-    int signal = signals_stop_requested();
-    int code = train_worst(d, opened ? 0 : signal ? 128 + signal : 2, &f);
+    int signal = signals_stop_requested(); /* the reason is told by a process that has it */
+    int code = train_worst(d, opened ? 0 : signal ? 128 + signal : t.follows ? 1 : 2, &f);
     if (!code) {
         end = run(&t, &f);
         reason = f;

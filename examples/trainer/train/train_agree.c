@@ -29,6 +29,13 @@ bool train_same_settings(const config *c, dist *d, fault *f) {
                                  config_key((size_t)which), rank);
 }
 
+/* Which process differs, or -1. To start again would find the same: the launch is refused. */
+static bool compare(trainer *t, const uint64_t *sums, int count, int *rank, int *which, fault *f) {
+    if (!dist_same(t->dist, sums, count, rank, which, f)) return false;
+    t->starved = *rank >= 0 && t->state.step < t->first_step;
+    return true;
+}
+
 bool train_same_parameters(trainer *t, fault *f) {
     enum { CHUNK = 1 << 20 };
     const params *p = &t->model.params;
@@ -45,7 +52,7 @@ bool train_same_parameters(trainer *t, fault *f) {
         sum = XXH64(chunk, (size_t)count * sizeof *chunk, sum);
     }
     free(chunk);
-    if (!dist_same(t->dist, &sum, 1, &rank, &which, f)) return false;
+    if (!compare(t, &sum, 1, &rank, &which, f)) return false;
     return rank < 0 ||
            fault_set(f,
                      "rank %d disagrees: after step %lld its parameters are not those of the other "
@@ -53,16 +60,25 @@ bool train_same_parameters(trainer *t, fault *f) {
                      rank, (long long)t->state.step);
 }
 
-bool train_same_data(trainer *t, fault *f) {
-    uint64_t sum = data_fingerprint(t->data);
+bool train_same_start(trainer *t, fault *f) {
+    const config *c = t->config;
+    uint64_t sums[] = {(uint64_t)t->state.step, tokenizer_sum(t->tokenizer),
+                       data_fingerprint(t->data)};
     int rank, which;
     if (t->dist->world == 1) return true;
-    if (!dist_same(t->dist, &sum, 1, &rank, &which, f)) return false;
-    return rank < 0 ||
-           fault_set(f,
-                     "data.path = %.300s: what rank %d reads there is not what the other processes "
-                     "read: tokenizer, names, sizes or contents differ",
-                     t->config->data.path, rank);
+    if (!compare(t, sums, 3, &rank, &which, f)) return false;
+    if (rank < 0) return true;
+    if (which == 0)
+        return fault_set(f,
+                         "train.out_dir = %.300s: what rank %d goes on from there is not after the "
+                         "step of the other processes: it must be one folder for all",
+                         c->train.out_dir, rank);
+    return fault_set(f,
+                     "%s = %.300s: what rank %d reads there is not what the other processes "
+                     "read: %s differ",
+                     which == 1 ? "data.tokenizer_path" : "data.path",
+                     which == 1 ? c->data.tokenizer_path : c->data.path, rank,
+                     which == 1 ? "vocabularies" : "names, sizes or contents");
 }
 
 void train_complain(const dist *d, const char *why) {

@@ -47,7 +47,8 @@ typedef struct trainer {
     train_pending pending;  /* the step after that */
     double settled;         /* when a step was last done */
     bool spoilt;            /* memory holds what must not be saved */
-    bool starved;           /* the data have failed before a step of this run was computed */
+    bool starved;           /* before a step was computed data have failed, or processes differ */
+    bool follows;           /* cannot start because another process cannot */
     int64_t first_step;     /* that this run does */
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
     real *copy;             /* values, m and v, where the host cannot read the back end's */
@@ -96,10 +97,11 @@ void train_note_memory(const trainer *t);
 /* The model's options for one of these processes. */
 model_options train_model_options(const config *c, dist *d);
 
-/* Whether all processes have the same settings, the same parameters, the same data. */
+/* Whether all processes have the same settings; the same parameters; the same data and vocabulary,
+   to go on with after the same step. */
 bool train_same_settings(const config *c, dist *d, fault *f);
 bool train_same_parameters(trainer *t, fault *f);
-bool train_same_data(trainer *t, fault *f);
+bool train_same_start(trainer *t, fault *f);
 /* Prints why this process fails, with its rank where there are several. */
 void train_complain(const dist *d, const char *why);
 

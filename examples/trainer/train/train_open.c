@@ -174,7 +174,8 @@ static bool load_first_weights(trainer *t, fault *f) {
     if (!checkpoint_open(&k, t->config->train.init_from, f)) return false;
     bool ok = config_same_model(t->config, &k.config, &why) ||
               fault_set(f, "train.init_from: %.400s: %s", k.path, why.text);
-    ok = ok && train_load_weights(t, &k, f);
+    ok = ok && restore_same_vocabulary(&k, t->tokenizer, t->config->data.tokenizer_path, f) &&
+         train_load_weights(t, &k, f);
     checkpoint_close(&k);
     return ok;
 }
@@ -314,9 +315,11 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
         if (!open_checkpoint(opened, c, f)) return false;
         *k = opened;
         t->state = opened->state;
+        if (!restore_same_vocabulary(opened, t->tokenizer, c->data.tokenizer_path, f)) return false;
         t->saved_step = opened->state.step;
     }
     t->first_step = t->state.step + 1;
+    restore_note_vocabulary(&t->state, t->tokenizer, c->model.vocab_size);
     settle_scale(t);
     t->observer.statistics = !telemetry_without_stats(c);
     if (!open_model(t, *k, f) || !train_open_saver(t, f)) return false;
@@ -343,7 +346,8 @@ static bool hold_folder(trainer *t, fault *f) {
     int64_t failed = t->held < 0;
     if (failed) t->held = 0;
     if (!dist_largest(t->dist, &failed, &rank, failed ? &lost : f)) return false;
-    return !failed || (t->dist->rank ? fault_set(f, "rank %d cannot start", rank) : false);
+    t->follows = failed && t->dist->rank;
+    return !failed || (t->follows ? fault_set(f, "rank %d cannot start", rank) : false);
 }
 
 /* Rank 0 makes the folder, or finds it used, before the others write their heartbeats there. */
@@ -353,7 +357,8 @@ static bool open_in_turn(trainer *t, bool ok, fault *f) {
     if (ok && t->dist->rank == 0) ok = open_telemetry(t, f) && check_save(t->config->train.save, f);
     int64_t failed = !ok;
     if (!dist_largest(t->dist, &failed, &rank, ok ? f : &lost)) return false;
-    if (failed) return ok ? fault_set(f, "rank %d cannot start", rank) : false;
+    t->follows = failed && ok;
+    if (failed) return t->follows ? fault_set(f, "rank %d cannot start", rank) : false;
     return t->dist->rank == 0 || open_telemetry(t, f);
 }
 
