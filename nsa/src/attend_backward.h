@@ -381,8 +381,8 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
 }
 
 /* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
-   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
-   again. */
+   task may come back in another thread, whose scratch does not have its masks: the step that needs
+   them reads the tile. */
 static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot, void *scratch) {
     int64_t nth = slot->task;
     const nsa__head_job *job = nsa__job_of(ordered->context, &nth);
@@ -395,16 +395,15 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     if (job->gathers) job = nsa__gather(&alone, job, job->seq.first + (int)nth);
     if (!slot->started) {
         nsa__backward_begin(f, job, nth);
-        nsa__tile_iter_next(it, job);
+        it->tile = nsa__tile_iter_peek(it, job);
         slot->started = 1;
-        slot->migrated = 0;
     } else if (f->pending && nsa__may_enter(ordered, slot->task, f->pending_last[f->oldest])) {
         nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
-        if (slot->migrated) nsa__tile_iter_read(it, job);
-        slot->migrated = 0;
+        nsa__tile_iter_read(it, job);
         nsa__backward_tile(f, job, nsa__may_enter(ordered, slot->task, it->tile));
-        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
+        it->tile = nsa__tile_iter_peek(it, job);
+        if (it->tile >= it->tile_end) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);
         return 1;

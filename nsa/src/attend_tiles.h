@@ -145,7 +145,7 @@ static int nsa__keys_end(const nsa__head_job *job, int query) {
 
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
    nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
-   without lists. */
+   without lists. A query sees each of them, unless all queries are behind the keys. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const int64_t from = task * job->task_queries;
@@ -157,8 +157,10 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    it->tile = nsa__span_begin(p, it->first) / p->cut.tile - 1;
-    it->tile_end = (int)nsa__ceil_div(nsa__keys_end(job, it->first + it->queries - 1), p->cut.tile);
+    const int begin = nsa__span_begin(p, it->first);
+    const int end = nsa__keys_end(job, it->first + it->queries - 1);
+    it->tile = begin / p->cut.tile - 1;
+    it->tile_end = begin < end ? (int)nsa__ceil_div(end, p->cut.tile) : 0;
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. With lists the inverted
@@ -185,13 +187,20 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     }
 }
 
-/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
+/* The next tile that any query of the task sees; tile_end or more if there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    int tile = it->tile + 1;
+    if (nsa__inverts(job))
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile;
+}
+
+/* Goes up to that tile and reads it. Returns 0 if there is none. */
 static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
-    while (++it->tile < it->tile_end) {
-        nsa__tile_iter_read(it, job);
-        if (it->tile_queries) return 1;
-    }
-    return 0;
+    it->tile = nsa__tile_iter_peek(it, job);
+    if (it->tile >= it->tile_end) return 0;
+    nsa__tile_iter_read(it, job);
+    return 1;
 }
 
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
@@ -206,15 +215,6 @@ typedef struct nsa__batch {
     int next_key;     /* the first of the tile that the task iterates to next; or all keys */
 } nsa__batch;
 
-/* The first key of the tile that the task iterates to next; job->keys if there is none. */
-static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = it->tile + 1;
-    if (nsa__inverts(job))
-        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
-}
-
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
    both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
    has a bit, so the loops end. Cut keys would add p = 0, and a key keeps its lane of the partial
@@ -223,6 +223,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     const nsa__attend_plan *p = job->plan;
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
+    const int next = nsa__tile_iter_peek(it, job);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
         int a = b.query[b.queries];
@@ -234,7 +235,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
-    b.next_key = nsa__tile_iter_peek(it, job);
+    b.next_key = next < it->tile_end ? next * p->cut.tile : job->keys;
     return b;
 }
 

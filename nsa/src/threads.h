@@ -164,7 +164,6 @@ typedef struct nsa__task_slot {
     int32_t task;      /* the task that is here or begins next; ordered->tasks: none is left */
     int32_t wait_tile; /* its predecessor must have left it before the task goes on; -1: no tile */
     int32_t started;   /* 1: its state has been loaded */
-    int32_t migrated;  /* 1: the thread's scratch is not the task's any more */
 } nsa__task_slot;
 
 /* A run of such tasks. A thread's scratch is | scratch_bytes | slot 0 | .. | slot 3 |. */
@@ -231,7 +230,6 @@ static int nsa__step_slot(const nsa__ordered *ordered, const nsa__team *team, vo
     nsa__task_slot *slot = nsa__slot_find(ordered, team, idle);
     int done = 0;
     if (!slot) return 0;
-    slot->migrated = 1;
     while (!done && nsa__may_enter(ordered, slot->task, slot->wait_tile))
         done = ordered->step(ordered, slot, scratch);
     if (done) nsa__slot_next(ordered, slot, slot->task + (int64_t)team->threads * NSA__TASK_SLOTS);
