@@ -7726,20 +7726,14 @@ static int nsa__span_end(const nsa__head_job *job, int query) {
                                  : nsa__visible_end(p->d, tokens, query);
 }
 
-/* A listed block is cut at the end of what the query sees, because the block that holds the query
-   goes on behind it. */
-NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
-    return (int)nsa__min((int64_t)begin + slc_block, seen);
-}
-
-/* slc (Eq. 12): span `number` of the keys that `query` sees, of one listed block; spans ascend.
-   Returns 0 if there is none left. */
-NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
+/* slc (Eq. 12): span `number` of the keys that a query sees, of one listed block; spans ascend. A
+   block is cut at `seen`, the query's nsa__span_end, because the one that holds the query goes on
+   behind it. Returns 0 if there is none left. */
+NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int seen, int number,
                           int *begin, int *end) {
-    const nsa__attend_plan *p = job->plan;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, nsa__span_end(job, query));
+    *end = (int)nsa__min((int64_t)*begin + p->d->slc_block, seen);
     return 1;
 }
 
@@ -7863,10 +7857,10 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
-    const int first = tile_begin / p->d->slc_block; /* block */
+    const int first = tile_begin / p->d->slc_block, seen = nsa__span_end(job, query); /* block */
     uint64_t mask = 0;
     for (int i = nsa__first_listed(list, p->list_width, first);
-         nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+         nsa__span(p, list, seen, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -7879,7 +7873,7 @@ static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job 
     const int32_t *list = nsa__block_list(job, query);
     const int n = nsa__first_listed(list, p->list_width, INT_MAX);
     int begin = 0, end = 0;
-    if (n) nsa__span(job, list, query, n - 1, &begin, &end);
+    if (n) nsa__span(p, list, nsa__span_end(job, query), n - 1, &begin, &end);
     *own = *job;
     own->rows.list = list;
     own->rows.list_block = p->d->slc_block;
@@ -7937,13 +7931,12 @@ static const int32_t *nsa__walk_lists(const nsa__head_job *job, const nsa__tile_
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill) {
     const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
+    const int log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
         const int32_t *list = nsa__walk_lists(job, it, a);
         const int seen = nsa__span_end(job, it->first + a);
-        int next = 0; /* the first tile that this query has not been counted for */
-        for (int i = 0; i < width && list[i] >= 0; i++) {
-            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+        int begin, end, next = 0; /* the first tile that this query has not been counted for */
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int tile = begin >> log2 > next ? begin >> log2 : next;
             next = ((end - 1) >> log2) + 1;
             for (; tile < next; tile++) {
@@ -8234,7 +8227,8 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+        const int seen = nsa__span_end(job, query);
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }

@@ -109,7 +109,8 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+        const int seen = nsa__span_end(job, query);
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }

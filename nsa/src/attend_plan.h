@@ -98,20 +98,14 @@ static int nsa__span_end(const nsa__head_job *job, int query) {
                                  : nsa__visible_end(p->d, tokens, query);
 }
 
-/* A listed block is cut at the end of what the query sees, because the block that holds the query
-   goes on behind it. */
-NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
-    return (int)nsa__min((int64_t)begin + slc_block, seen);
-}
-
-/* slc (Eq. 12): span `number` of the keys that `query` sees, of one listed block; spans ascend.
-   Returns 0 if there is none left. */
-NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
+/* slc (Eq. 12): span `number` of the keys that a query sees, of one listed block; spans ascend. A
+   block is cut at `seen`, the query's nsa__span_end, because the one that holds the query goes on
+   behind it. Returns 0 if there is none left. */
+NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int seen, int number,
                           int *begin, int *end) {
-    const nsa__attend_plan *p = job->plan;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, nsa__span_end(job, query));
+    *end = (int)nsa__min((int64_t)*begin + p->d->slc_block, seen);
     return 1;
 }
 

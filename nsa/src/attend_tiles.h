@@ -34,10 +34,10 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
-    const int first = tile_begin / p->d->slc_block; /* block */
+    const int first = tile_begin / p->d->slc_block, seen = nsa__span_end(job, query); /* block */
     uint64_t mask = 0;
     for (int i = nsa__first_listed(list, p->list_width, first);
-         nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+         nsa__span(p, list, seen, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -50,7 +50,7 @@ static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job 
     const int32_t *list = nsa__block_list(job, query);
     const int n = nsa__first_listed(list, p->list_width, INT_MAX);
     int begin = 0, end = 0;
-    if (n) nsa__span(job, list, query, n - 1, &begin, &end);
+    if (n) nsa__span(p, list, nsa__span_end(job, query), n - 1, &begin, &end);
     *own = *job;
     own->rows.list = list;
     own->rows.list_block = p->d->slc_block;
@@ -108,13 +108,12 @@ static const int32_t *nsa__walk_lists(const nsa__head_job *job, const nsa__tile_
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill) {
     const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
+    const int log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
         const int32_t *list = nsa__walk_lists(job, it, a);
         const int seen = nsa__span_end(job, it->first + a);
-        int next = 0; /* the first tile that this query has not been counted for */
-        for (int i = 0; i < width && list[i] >= 0; i++) {
-            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+        int begin, end, next = 0; /* the first tile that this query has not been counted for */
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int tile = begin >> log2 > next ? begin >> log2 : next;
             next = ((end - 1) >> log2) + 1;
             for (; tile < next; tile++) {
