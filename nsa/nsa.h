@@ -2797,14 +2797,6 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
    when. */
 typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 
-#if defined(_OPENMP) && _OPENMP >= 201511
-#define NSA__IN_ORDER \
-    monotonic:        \
-    dynamic
-#else
-#define NSA__IN_ORDER dynamic
-#endif
-
 /* Threads for this many multiply-adds, a million or more for each: that takes some 10 us, and
    waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit
    depends on it. */
@@ -2820,7 +2812,7 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 #ifdef _OPENMP
     int threads = (int)nsa__min(team->threads, tasks);
     if (threads > 1) {
-#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER)
+#pragma omp parallel for num_threads(threads) schedule(monotonic : dynamic)
         for (int64_t i = 0; i < tasks; i++)
             task(context, i,
                  team->scratch_bytes
@@ -2921,12 +2913,11 @@ static int32_t nsa__read(const int32_t *x) {
     return value;
 }
 
-/* Writes a number that other threads read. The flush before it lets them see the sums of a tile
-   before they see that the tile is free. */
+/* Writes a number that other threads read. seq_cst: they see the sums of a tile before they see
+   that the tile is free. */
 static void nsa__write(int32_t *x, int32_t value) {
 #ifdef _OPENMP
-#pragma omp flush
-#pragma omp atomic write
+#pragma omp atomic write seq_cst
 #endif
     *x = value;
     (void)value; /* gcc takes what an atomic writes for unused */
@@ -2937,12 +2928,9 @@ static void nsa__write(int32_t *x, int32_t value) {
 static int nsa__claim(int32_t *claims) {
     int32_t earlier;
 #ifdef _OPENMP
-#pragma omp atomic capture
+#pragma omp atomic capture seq_cst
 #endif
     earlier = (*claims)++;
-#ifdef _OPENMP
-#pragma omp flush
-#endif
     return earlier == 0;
 }
 
