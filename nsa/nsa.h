@@ -7763,11 +7763,6 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
-static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
-    return p->lists_per_kv_head > 1 ? 1 : nearby;
-}
-
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
    so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
    which d may be some heads. */
@@ -7786,15 +7781,12 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
-    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
+    if (p.lists_per_kv_head > 1) nearby = 1; /* they add to the same dk and dv */
+    p.cut = nsa__schedule_of(d, branch, p.group, nearby);
     p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
     p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
     p.pairs = nsa__pair_operands(&p.k, &p.v, x, dx, d);
     return p;
-}
-
-static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
-    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
 }
 
 /* Bytes of workspace for so many threads. */
@@ -8122,7 +8114,7 @@ static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    job->columns[NSA__OF_K] = nsa__alloc_reals(a, tiles * p->cut.tile * p->d->dim);
     return tiles * p->cut.tile;
 }
 
@@ -8277,7 +8269,7 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
     f->rows = nsa__alloc_reals(a, p->cut.tile * nsa__max(p->k.wide, p->v.wide));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
+    if (p->pairs) f->paired = nsa__alloc_reals(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
@@ -8440,19 +8432,14 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     nsa__zero_nonfinite(o, rows, to, nonfinite); /* behind scale, times which it may be too large */
 }
 
-/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
+/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked: of
+   lse also where a query has no keys (-inf), without effect, because it reads no tile. */
 static nsa_real nsa__load_number(const nsa__head_job *job, const nsa__tile_iter *it,
                                  const nsa_tensor *x, int r, unsigned char *nonfinite) {
     nsa_real number;
     nsa__load(&number, x->dtype, nsa__query_row(job, it, x, r), 1);
     if (!nsa__is_finite((double)number)) nonfinite[r] = 1;
     return nonfinite[r] ? 0 : number;
-}
-
-/* That marks queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                              unsigned char *nonfinite) {
-    return nsa__load_number(job, it, &job->plan->x->lse, r, nonfinite);
 }
 
 /* ---- Selection: scores of blocks -------------------------------------------------------------
@@ -8735,7 +8722,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r) {
     }
     nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+    if (p->select) f->m[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
 }
 
 static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {
@@ -9105,7 +9092,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
+        job->rows_over[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->v.wide);
     }
     return in_place;
 }
@@ -9318,8 +9305,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     if (!p->pairs) return;
     const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
-    f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_reals(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
+    f->paired = nsa__alloc_reals(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
@@ -9383,7 +9370,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     /* a gate may be NaN, and its product with dout too large */
     if (gate) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+        f->lse[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
         if (p->dx->lse.data)
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
@@ -9705,13 +9692,13 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
-        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
+        job->rows_over[NSA__OF_K] = nsa__alloc_reals(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
             const nsa__operand *o = nsa__operand_at(p, j);
-            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * o->stride);
+            if (gathers) job->listed_rows[j] = nsa__alloc_reals(shared, keys * o->stride);
             job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
         if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
@@ -9724,10 +9711,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole) {
-    const int nearby = nsa__heads_near(whole);
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
+    const int lists = nsa__traits_of[branch].lists;
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, lists, nsa__heads_near(whole));
+    p.cut = nsa__backward_schedule(d, branch, p.group, p.cut.head_slots);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
@@ -9770,13 +9756,9 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
-}
-
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
                                   : nsa__forward_plan(NULL, d, branch, NULL, NULL);
@@ -9794,7 +9776,7 @@ static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, c
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
     const nsa__attend_plan p = nsa__forward_plan(x, d, branch, NULL, NULL);
     return nsa__forward_run(&p, workspace, bytes);
@@ -9803,7 +9785,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
                                        nsa__branch branch, void *workspace, size_t bytes) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     NSA__CHECK(nsa__attend_check(dx, x, d, branch, 0));
     const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);

@@ -72,8 +72,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     if (!p->pairs) return;
     const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
-    f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_reals(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
+    f->paired = nsa__alloc_reals(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
@@ -137,7 +137,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     /* a gate may be NaN, and its product with dout too large */
     if (gate) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+        f->lse[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
         if (p->dx->lse.data)
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
@@ -459,13 +459,13 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
-        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
+        job->rows_over[NSA__OF_K] = nsa__alloc_reals(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
             const nsa__operand *o = nsa__operand_at(p, j);
-            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * o->stride);
+            if (gathers) job->listed_rows[j] = nsa__alloc_reals(shared, keys * o->stride);
             job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
         if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
@@ -478,10 +478,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole) {
-    const int nearby = nsa__heads_near(whole);
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
+    const int lists = nsa__traits_of[branch].lists;
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, lists, nsa__heads_near(whole));
+    p.cut = nsa__backward_schedule(d, branch, p.group, p.cut.head_slots);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

@@ -20,7 +20,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
+        job->rows_over[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->v.wide);
     }
     return in_place;
 }

@@ -16,7 +16,7 @@ static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    job->columns[NSA__OF_K] = nsa__alloc_reals(a, tiles * p->cut.tile * p->d->dim);
     return tiles * p->cut.tile;
 }
 

@@ -147,11 +147,6 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
-static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
-    return p->lists_per_kv_head > 1 ? 1 : nearby;
-}
-
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
    so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
    which d may be some heads. */
@@ -170,15 +165,12 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
-    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
+    if (p.lists_per_kv_head > 1) nearby = 1; /* they add to the same dk and dv */
+    p.cut = nsa__schedule_of(d, branch, p.group, nearby);
     p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
     p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
     p.pairs = nsa__pair_operands(&p.k, &p.v, x, dx, d);
     return p;
-}
-
-static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
-    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
 }
 
 /* Bytes of workspace for so many threads. */
