@@ -1962,10 +1962,10 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
 /* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if all of the
    exponent is ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
    vector unit has these three for integers; SSE2 has no integer maximum. */
-#define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
-#define NSA__EXPONENT ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
-#define NSA__EXPONENT_CARRY(bits) \
-    (((bits) & (((nsa__bits_t)1 << NSA__SIGN_BIT) - NSA__EXPONENT)) + NSA__EXPONENT)
+#define NSA__SIGN                 ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
+#define NSA__EXPONENT             ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
+#define NSA__INFINITY             (NSA__SIGN - NSA__EXPONENT)
+#define NSA__EXPONENT_CARRY(bits) (((bits)&NSA__INFINITY) + NSA__EXPONENT)
 
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
@@ -3718,7 +3718,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -4294,7 +4294,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -4863,7 +4863,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -5423,7 +5423,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -6008,7 +6008,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -7030,8 +7030,6 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
 /* ---- Block lists: ranking, form -----------------------------------------------------------------
    Twin: kernels/select_rank.cuh. Not here: scores of blocks (select_scores.h). */
 
-#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
-
 static nsa__bits_t nsa__bits_of(nsa_real x) {
     nsa__bits_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -7043,10 +7041,8 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
    subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
    NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
-    const nsa__bits_t infinity =
-        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
     const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
-    if (size > infinity) return 0; /* NaN */
+    if (size > NSA__INFINITY) return 0; /* NaN */
     return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
@@ -7073,7 +7069,7 @@ NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_
    stays set if enough scores are still at or above. */
 static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
                                       const nsa__tiles *tiles) {
-    nsa__bits_t order = 0, one_bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    nsa__bits_t order = 0, one_bit = NSA__SIGN;
     for (int reached = n; one_bit && reached != room; one_bit >>= 1) {
         int count = nsa__at_least(scores, n, order | one_bit, tiles);
         if (count < room) continue;

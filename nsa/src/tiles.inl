@@ -470,7 +470,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
