@@ -3308,15 +3308,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3333,9 +3324,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -3344,6 +3332,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -3916,15 +3913,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3941,9 +3929,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -3952,6 +3937,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -4485,15 +4479,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -4510,9 +4495,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -4521,6 +4503,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -5045,15 +5036,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -5070,9 +5052,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -5081,6 +5060,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -5630,15 +5618,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -5655,9 +5634,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -5666,6 +5642,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -6260,11 +6245,10 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
     switch (nsa__isa_of(isa)) {
+#ifdef NSA__HAS_SSE2
 #ifdef NSA__HAS_BF16_BY_HAND
     case NSA_ISA_AVX512_BF16:
-        return &nsa__tiles_sse2;
 #endif
-#ifdef NSA__HAS_SSE2
     case NSA_ISA_SSE2:
         return &nsa__tiles_sse2;
 #endif
@@ -6278,9 +6262,7 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
         return &nsa__tiles_avx512;
 #endif
 #ifdef NSA__HAS_NEON
-#ifdef NSA__HAS_NEON_BF16
     case NSA_ISA_NEON_BF16:
-#endif
     case NSA_ISA_NEON:
         return &nsa__tiles_neon;
 #endif
