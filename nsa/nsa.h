@@ -7365,8 +7365,8 @@ static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby,
    least_tasks. Tasks of lists are large: each K/V tile is then loaded into L2 once for many
    queries. */
 static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
-                             int least_tasks, int tokens, int64_t count) {
-    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, least_tasks);
+                             int tokens, int64_t count) {
+    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, s->least_tasks);
     if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
@@ -7398,7 +7398,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
     return s;
 }
 
@@ -7423,7 +7423,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
     s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
     return s;
 }
@@ -7640,7 +7640,6 @@ typedef struct nsa__attend_plan {
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
     const struct nsa__head_job *then; /* of a split task: the job that begins when it has ended */
-    int least_tasks;                  /* of it, if its queries are enough */
     int heads;                        /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
@@ -7777,7 +7776,6 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
-    job.least_tasks = p->cut.least_tasks;
     return job;
 }
 
@@ -8356,8 +8354,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
-    job->task_queries =
-        nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
+    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     if (p->step) job->rows.ring = p->step->ring;
@@ -9197,15 +9194,16 @@ static int nsa__forward_split(const nsa__attend_plan *p, int n, void *workspace,
     return 1;
 }
 
+/* Tasks are more where the threads are, so the jobs have a plan of their own. */
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__attend_plan own = *p;
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     if (nsa__forward_split(p, 1, workspace, bytes)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; i < p->cut.head_slots; i++)
-        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+    own.cut.least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, &own, &shared);
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;

@@ -46,7 +46,6 @@ typedef struct nsa__attend_plan {
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
     const struct nsa__head_job *then; /* of a split task: the job that begins when it has ended */
-    int least_tasks;                  /* of it, if its queries are enough */
     int heads;                        /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
@@ -183,6 +182,5 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
-    job.least_tasks = p->cut.least_tasks;
     return job;
 }

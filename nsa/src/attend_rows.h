@@ -12,8 +12,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
-    job->task_queries =
-        nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
+    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     if (p->step) job->rows.ring = p->step->ring;

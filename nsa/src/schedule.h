@@ -115,8 +115,8 @@ static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby,
    least_tasks. Tasks of lists are large: each K/V tile is then loaded into L2 once for many
    queries. */
 static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
-                             int least_tasks, int tokens, int64_t count) {
-    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, least_tasks);
+                             int tokens, int64_t count) {
+    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, s->least_tasks);
     if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
@@ -148,7 +148,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
     return s;
 }
 
@@ -173,7 +173,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
     s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
     return s;
 }
