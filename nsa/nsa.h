@@ -7410,13 +7410,12 @@ static int nsa__shared_tasks(const nsa__schedule *s, nsa__branch branch, int thr
     return (int)nsa__ceil_div(nsa__max(NSA__TASKS, each * threads), s->head_slots);
 }
 
-/* Backward's batches have up to twice the rows of forward's, because each reads and writes its
-   tile's share of dk and dv once. But all its rows of q and dout should be no more than
+/* Backward's, from forward's. Its batches have up to twice the rows, because each reads and writes
+   its tile's share of dk and dv once. But all its rows of q and dout should be no more than
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
-static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int seats) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
+static nsa__schedule nsa__backward_schedule(nsa__schedule s, const nsa_desc *d, nsa__branch branch,
+                                            int group) {
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.gathers_from = nsa__gathers_from(d, branch, group, 2 * NSA__LANES);
@@ -7424,7 +7423,7 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
-    s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
+    s.head_slots = (int)nsa__min(s.head_slots, d->kv_heads); /* of which the call may have some */
     return s;
 }
 
@@ -8069,11 +8068,6 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
-/* K or V. */
-static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__operand *o) {
-    return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
-}
-
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 
@@ -8125,9 +8119,10 @@ static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff
    loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
    place for NSA__LANES of them. */
 static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
-    const nsa__operand *o = nsa__operand_at(job->plan, nth);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
+    const nsa__attend_plan *p = job->plan;
+    const nsa__operand *o = nsa__operand_at(p, nth);
+    const nsa_tensor *x = nth == NSA__OF_K ? &p->x->k : &p->x->v;
+    const int tile = p->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
     for (int first = 0; first < tile; first += NSA__LANES) {
         nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
@@ -9689,7 +9684,7 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
                                            const nsa_desc *whole) {
     const int lists = nsa__traits_of[branch].lists;
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, lists, nsa__heads_near(whole));
-    p.cut = nsa__backward_schedule(d, branch, p.group, p.cut.head_slots);
+    p.cut = nsa__backward_schedule(p.cut, d, branch, p.group);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

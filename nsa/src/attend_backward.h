@@ -480,7 +480,7 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
                                            const nsa_desc *whole) {
     const int lists = nsa__traits_of[branch].lists;
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, lists, nsa__heads_near(whole));
-    p.cut = nsa__backward_schedule(d, branch, p.group, p.cut.head_slots);
+    p.cut = nsa__backward_schedule(p.cut, d, branch, p.group);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

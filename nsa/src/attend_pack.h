@@ -51,9 +51,10 @@ static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff
    loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
    place for NSA__LANES of them. */
 static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
-    const nsa__operand *o = nsa__operand_at(job->plan, nth);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
+    const nsa__attend_plan *p = job->plan;
+    const nsa__operand *o = nsa__operand_at(p, nth);
+    const nsa_tensor *x = nth == NSA__OF_K ? &p->x->k : &p->x->v;
+    const int tile = p->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
     for (int first = 0; first < tile; first += NSA__LANES) {
         nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
