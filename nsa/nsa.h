@@ -1962,10 +1962,10 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
 /* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if all of the
    exponent is ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
    vector unit has these three for integers; SSE2 has no integer maximum. */
-#define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
-#define NSA__EXPONENT ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
-#define NSA__EXPONENT_CARRY(bits) \
-    (((bits) & (((nsa__bits_t)1 << NSA__SIGN_BIT) - NSA__EXPONENT)) + NSA__EXPONENT)
+#define NSA__SIGN                 ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
+#define NSA__EXPONENT             ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
+#define NSA__INFINITY             (NSA__SIGN - NSA__EXPONENT)
+#define NSA__EXPONENT_CARRY(bits) (((bits)&NSA__INFINITY) + NSA__EXPONENT)
 
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
@@ -2798,14 +2798,6 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
    when. */
 typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 
-#if defined(_OPENMP) && _OPENMP >= 201511
-#define NSA__IN_ORDER \
-    monotonic:        \
-    dynamic
-#else
-#define NSA__IN_ORDER dynamic
-#endif
-
 /* Threads for this many multiply-adds, a million or more for each: that takes some 10 us, and
    waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit
    depends on it. */
@@ -2821,7 +2813,7 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 #ifdef _OPENMP
     int threads = (int)nsa__min(team->threads, tasks);
     if (threads > 1) {
-#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER)
+#pragma omp parallel for num_threads(threads) schedule(monotonic : dynamic)
         for (int64_t i = 0; i < tasks; i++)
             task(context, i,
                  team->scratch_bytes
@@ -2922,12 +2914,11 @@ static int32_t nsa__read(const int32_t *x) {
     return value;
 }
 
-/* Writes a number that other threads read. The flush before it lets them see the sums of a tile
-   before they see that the tile is free. */
+/* Writes a number that other threads read. seq_cst: they see the sums of a tile before they see
+   that the tile is free. */
 static void nsa__write(int32_t *x, int32_t value) {
 #ifdef _OPENMP
-#pragma omp flush
-#pragma omp atomic write
+#pragma omp atomic write seq_cst
 #endif
     *x = value;
     (void)value; /* gcc takes what an atomic writes for unused */
@@ -2938,12 +2929,9 @@ static void nsa__write(int32_t *x, int32_t value) {
 static int nsa__claim(int32_t *claims) {
     int32_t earlier;
 #ifdef _OPENMP
-#pragma omp atomic capture
+#pragma omp atomic capture seq_cst
 #endif
     earlier = (*claims)++;
-#ifdef _OPENMP
-#pragma omp flush
-#endif
     return earlier == 0;
 }
 
@@ -2954,7 +2942,6 @@ typedef struct nsa__task_slot {
     int32_t task;      /* the task that is here or begins next; ordered->tasks: none is left */
     int32_t wait_tile; /* its predecessor must have left it before the task goes on; -1: no tile */
     int32_t started;   /* 1: its state has been loaded */
-    int32_t migrated;  /* 1: the thread's scratch is not the task's any more */
 } nsa__task_slot;
 
 /* A run of such tasks. A thread's scratch is | scratch_bytes | slot 0 | .. | slot 3 |. */
@@ -3021,7 +3008,6 @@ static int nsa__step_slot(const nsa__ordered *ordered, const nsa__team *team, vo
     nsa__task_slot *slot = nsa__slot_find(ordered, team, idle);
     int done = 0;
     if (!slot) return 0;
-    slot->migrated = 1;
     while (!done && nsa__may_enter(ordered, slot->task, slot->wait_tile))
         done = ordered->step(ordered, slot, scratch);
     if (done) nsa__slot_next(ordered, slot, slot->task + (int64_t)team->threads * NSA__TASK_SLOTS);
@@ -3323,15 +3309,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3348,9 +3325,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -3359,6 +3333,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -3733,7 +3716,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -3931,15 +3914,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -3956,9 +3930,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -3967,6 +3938,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -4309,7 +4289,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -4500,15 +4480,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -4525,9 +4496,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -4536,6 +4504,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -4878,7 +4855,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -5060,15 +5037,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -5085,9 +5053,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -5096,6 +5061,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -5438,7 +5412,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -5645,15 +5619,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -5670,9 +5635,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -5681,6 +5643,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -6023,7 +5994,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
@@ -6275,11 +6246,10 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
     switch (nsa__isa_of(isa)) {
+#ifdef NSA__HAS_SSE2
 #ifdef NSA__HAS_BF16_BY_HAND
     case NSA_ISA_AVX512_BF16:
-        return &nsa__tiles_sse2;
 #endif
-#ifdef NSA__HAS_SSE2
     case NSA_ISA_SSE2:
         return &nsa__tiles_sse2;
 #endif
@@ -6293,9 +6263,7 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
         return &nsa__tiles_avx512;
 #endif
 #ifdef NSA__HAS_NEON
-#ifdef NSA__HAS_NEON_BF16
     case NSA_ISA_NEON_BF16:
-#endif
     case NSA_ISA_NEON:
         return &nsa__tiles_neon;
 #endif
@@ -7045,8 +7013,6 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
 /* ---- Block lists: ranking, form -----------------------------------------------------------------
    Twin: kernels/select_rank.cuh. Not here: scores of blocks (select_scores.h). */
 
-#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
-
 static nsa__bits_t nsa__bits_of(nsa_real x) {
     nsa__bits_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -7058,10 +7024,8 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
    subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
    NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
-    const nsa__bits_t infinity =
-        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
     const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
-    if (size > infinity) return 0; /* NaN */
+    if (size > NSA__INFINITY) return 0; /* NaN */
     return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
@@ -7088,7 +7052,7 @@ NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_
    stays set if enough scores are still at or above. */
 static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
                                       const nsa__tiles *tiles) {
-    nsa__bits_t order = 0, one_bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    nsa__bits_t order = 0, one_bit = NSA__SIGN;
     for (int reached = n; one_bit && reached != room; one_bit >>= 1) {
         int count = nsa__at_least(scores, n, order | one_bit, tiles);
         if (count < room) continue;
@@ -7402,8 +7366,8 @@ static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby,
    least_tasks. Tasks of lists are large: each K/V tile is then loaded into L2 once for many
    queries. */
 static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
-                             int least_tasks, int tokens, int64_t count) {
-    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, least_tasks);
+                             int tokens, int64_t count) {
+    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, s->least_tasks);
     if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
@@ -7435,7 +7399,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
     return s;
 }
 
@@ -7447,21 +7411,20 @@ static int nsa__shared_tasks(const nsa__schedule *s, nsa__branch branch, int thr
     return (int)nsa__ceil_div(nsa__max(NSA__TASKS, each * threads), s->head_slots);
 }
 
-/* Backward's batches have up to twice the rows of forward's, because each reads and writes its
-   tile's share of dk and dv once. But all its rows of q and dout should be no more than
+/* Backward's, from forward's. Its batches have up to twice the rows, because each reads and writes
+   its tile's share of dk and dv once. But all its rows of q and dout should be no more than
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
-static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int seats) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
+static nsa__schedule nsa__backward_schedule(nsa__schedule s, const nsa_desc *d, nsa__branch branch,
+                                            int group) {
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.gathers_from = nsa__gathers_from(d, branch, group, 2 * NSA__LANES);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
-    s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
+    s.head_slots = (int)nsa__min(s.head_slots, d->kv_heads); /* of which the call may have some */
     return s;
 }
 
@@ -7677,7 +7640,6 @@ typedef struct nsa__attend_plan {
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
     const struct nsa__head_job *then; /* of a split task: the job that begins when it has ended */
-    int least_tasks;                  /* of it, if its queries are enough */
     int heads;                        /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
@@ -7729,20 +7691,14 @@ static int nsa__span_end(const nsa__head_job *job, int query) {
                                  : nsa__visible_end(p->d, tokens, query);
 }
 
-/* A listed block is cut at the end of what the query sees, because the block that holds the query
-   goes on behind it. */
-NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
-    return (int)nsa__min((int64_t)begin + slc_block, seen);
-}
-
-/* slc (Eq. 12): span `number` of the keys that `query` sees, of one listed block; spans ascend.
-   Returns 0 if there is none left. */
-NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
+/* slc (Eq. 12): span `number` of the keys that a query sees, of one listed block; spans ascend. A
+   block is cut at `seen`, the query's nsa__span_end, because the one that holds the query goes on
+   behind it. Returns 0 if there is none left. */
+NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int seen, int number,
                           int *begin, int *end) {
-    const nsa__attend_plan *p = job->plan;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, nsa__span_end(job, query));
+    *end = (int)nsa__min((int64_t)*begin + p->d->slc_block, seen);
     return 1;
 }
 
@@ -7784,11 +7740,6 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
-static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
-    return p->lists_per_kv_head > 1 ? 1 : nearby;
-}
-
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
    so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
    which d may be some heads. */
@@ -7807,15 +7758,12 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
-    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
+    if (p.lists_per_kv_head > 1) nearby = 1; /* they add to the same dk and dv */
+    p.cut = nsa__schedule_of(d, branch, p.group, nearby);
     p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
     p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
     p.pairs = nsa__pair_operands(&p.k, &p.v, x, dx, d);
     return p;
-}
-
-static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
-    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
 }
 
 /* Bytes of workspace for so many threads. */
@@ -7828,7 +7776,6 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
-    job.least_tasks = p->cut.least_tasks;
     return job;
 }
 
@@ -7866,10 +7813,10 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
-    const int first = tile_begin / p->d->slc_block; /* block */
+    const int first = tile_begin / p->d->slc_block, seen = nsa__span_end(job, query); /* block */
     uint64_t mask = 0;
     for (int i = nsa__first_listed(list, p->list_width, first);
-         nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+         nsa__span(p, list, seen, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -7882,7 +7829,7 @@ static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job 
     const int32_t *list = nsa__block_list(job, query);
     const int n = nsa__first_listed(list, p->list_width, INT_MAX);
     int begin = 0, end = 0;
-    if (n) nsa__span(job, list, query, n - 1, &begin, &end);
+    if (n) nsa__span(p, list, nsa__span_end(job, query), n - 1, &begin, &end);
     *own = *job;
     own->rows.list = list;
     own->rows.list_block = p->d->slc_block;
@@ -7940,13 +7887,12 @@ static const int32_t *nsa__walk_lists(const nsa__head_job *job, const nsa__tile_
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill) {
     const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
+    const int log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
         const int32_t *list = nsa__walk_lists(job, it, a);
         const int seen = nsa__span_end(job, it->first + a);
-        int next = 0; /* the first tile that this query has not been counted for */
-        for (int i = 0; i < width && list[i] >= 0; i++) {
-            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+        int begin, end, next = 0; /* the first tile that this query has not been counted for */
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int tile = begin >> log2 > next ? begin >> log2 : next;
             next = ((end - 1) >> log2) + 1;
             for (; tile < next; tile++) {
@@ -7977,7 +7923,7 @@ static int nsa__keys_end(const nsa__head_job *job, int query) {
 
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
    nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
-   without lists. */
+   without lists. A query sees each of them, unless all queries are behind the keys. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const int64_t from = task * job->task_queries;
@@ -7989,8 +7935,10 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    it->tile = nsa__span_begin(p, it->first) / p->cut.tile - 1;
-    it->tile_end = (int)nsa__ceil_div(nsa__keys_end(job, it->first + it->queries - 1), p->cut.tile);
+    const int begin = nsa__span_begin(p, it->first);
+    const int end = nsa__keys_end(job, it->first + it->queries - 1);
+    it->tile = begin / p->cut.tile - 1;
+    it->tile_end = begin < end ? (int)nsa__ceil_div(end, p->cut.tile) : 0;
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. With lists the inverted
@@ -8017,13 +7965,20 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     }
 }
 
-/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
+/* The next tile that any query of the task sees; tile_end or more if there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    int tile = it->tile + 1;
+    if (nsa__inverts(job))
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile;
+}
+
+/* Goes up to that tile and reads it. Returns 0 if there is none. */
 static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
-    while (++it->tile < it->tile_end) {
-        nsa__tile_iter_read(it, job);
-        if (it->tile_queries) return 1;
-    }
-    return 0;
+    it->tile = nsa__tile_iter_peek(it, job);
+    if (it->tile >= it->tile_end) return 0;
+    nsa__tile_iter_read(it, job);
+    return 1;
 }
 
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
@@ -8038,15 +7993,6 @@ typedef struct nsa__batch {
     int next_key;     /* the first of the tile that the task iterates to next; or all keys */
 } nsa__batch;
 
-/* The first key of the tile that the task iterates to next; job->keys if there is none. */
-static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = it->tile + 1;
-    if (nsa__inverts(job))
-        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
-}
-
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
    both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
    has a bit, so the loops end. Cut keys would add p = 0, and a key keeps its lane of the partial
@@ -8055,6 +8001,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     const nsa__attend_plan *p = job->plan;
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
+    const int next = nsa__tile_iter_peek(it, job);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
         int a = b.query[b.queries];
@@ -8066,7 +8013,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
-    b.next_key = nsa__tile_iter_peek(it, job);
+    b.next_key = next < it->tile_end ? next * p->cut.tile : job->keys;
     return b;
 }
 
@@ -8122,11 +8069,6 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
-/* K or V. */
-static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__operand *o) {
-    return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
-}
-
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 
@@ -8143,7 +8085,7 @@ static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    job->columns[NSA__OF_K] = nsa__alloc_reals(a, tiles * p->cut.tile * p->d->dim);
     return tiles * p->cut.tile;
 }
 
@@ -8178,9 +8120,10 @@ static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff
    loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
    place for NSA__LANES of them. */
 static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
-    const nsa__operand *o = nsa__operand_at(job->plan, nth);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
+    const nsa__attend_plan *p = job->plan;
+    const nsa__operand *o = nsa__operand_at(p, nth);
+    const nsa_tensor *x = nth == NSA__OF_K ? &p->x->k : &p->x->v;
+    const int tile = p->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
     for (int first = 0; first < tile; first += NSA__LANES) {
         nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
@@ -8236,7 +8179,8 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+        const int seen = nsa__span_end(job, query);
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }
@@ -8297,7 +8241,7 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
     f->rows = nsa__alloc_reals(a, p->cut.tile * nsa__max(p->k.wide, p->v.wide));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
+    if (p->pairs) f->paired = nsa__alloc_reals(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */
@@ -8406,8 +8350,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
-    job->task_queries =
-        nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
+    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     if (p->step) job->rows.ring = p->step->ring;
@@ -8460,19 +8403,14 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     nsa__zero_nonfinite(o, rows, to, nonfinite); /* behind scale, times which it may be too large */
 }
 
-/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
+/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked: of
+   lse also where a query has no keys (-inf), without effect, because it reads no tile. */
 static nsa_real nsa__load_number(const nsa__head_job *job, const nsa__tile_iter *it,
                                  const nsa_tensor *x, int r, unsigned char *nonfinite) {
     nsa_real number;
     nsa__load(&number, x->dtype, nsa__query_row(job, it, x, r), 1);
     if (!nsa__is_finite((double)number)) nonfinite[r] = 1;
     return nonfinite[r] ? 0 : number;
-}
-
-/* That marks queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                              unsigned char *nonfinite) {
-    return nsa__load_number(job, it, &job->plan->x->lse, r, nonfinite);
 }
 
 /* ---- Selection: scores of blocks -------------------------------------------------------------
@@ -8488,11 +8426,10 @@ static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale; then
-                          in the first row of a query p_cmp, summed over the group's heads */
-    int64_t stride;    /* of a row of s: whole tiles and one vector */
-    nsa_real *stencil; /* weights of Eq. 9 around a selection block */
-    nsa_real *scores;  /* of one query and selection block: p_slc */
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale; then
+                         in the first row of a query p_cmp, summed over the group's heads */
+    int64_t stride;   /* of a row of s: whole tiles and one vector */
+    nsa_real *scores; /* of one query and selection block: p_slc */
 } nsa__scoring;
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
@@ -8508,22 +8445,13 @@ static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__
     /* One vector more: rows a power of two apart would share the same few sets of the cache. */
     f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
     f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
-    f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
-
-/* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
-   later, by nsa__scores. */
-static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
-    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
-    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
-    for (int u = 0; u < nsa__stencil_size(d); u++)
-        stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. One
-   weight at a time for all candidates: a candidate alone has too few for a loop. */
+   weight at a time for all candidates: a candidate alone has too few for a loop. The weight is
+   nsa_block_overlap's, of a block whose stencil does not begin before block 0. */
 NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query,
                                       const nsa_real *p_cmp) {
     const nsa_desc *d = job->plan->d;
@@ -8533,7 +8461,7 @@ NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job
     const int step = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
     memset(scores, 0, (size_t)candidates * sizeof *scores);
     for (int u = 0; u < nsa__stencil_size(d); u++) {
-        const nsa_real weight = f->stencil[u];
+        const nsa_real weight = (nsa_real)(nsa__min(u + 1, step) - nsa__max(u - lead, 0));
         const int from = (int)nsa__ceil_div(nsa__max(0, lead - u), step);
         const int to = (int)nsa__min(candidates, nsa__ceil_div(visible + lead - u, step));
         for (int j = from; j < to; j++) {
@@ -8592,7 +8520,6 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *to = &p->select->p_cmp;
     int group = p->group;
-    nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
@@ -8766,7 +8693,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r) {
     }
     nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+    if (p->select) f->m[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
 }
 
 static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {
@@ -9136,7 +9063,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
+        job->rows_over[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->v.wide);
     }
     return in_place;
 }
@@ -9263,15 +9190,16 @@ static int nsa__forward_split(const nsa__attend_plan *p, int n, void *workspace,
     return 1;
 }
 
+/* Tasks are more where the threads are, so the jobs have a plan of their own. */
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__attend_plan own = *p;
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     if (nsa__forward_split(p, 1, workspace, bytes)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; i < p->cut.head_slots; i++)
-        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+    own.cut.least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, &own, &shared);
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;
@@ -9349,8 +9277,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     if (!p->pairs) return;
     const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
-    f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_reals(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
+    f->paired = nsa__alloc_reals(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
@@ -9414,7 +9342,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     /* a gate may be NaN, and its product with dout too large */
     if (gate) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+        f->lse[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
         if (p->dx->lse.data)
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
@@ -9658,8 +9586,8 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
 }
 
 /* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
-   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
-   again. */
+   task may come back in another thread, whose scratch does not have its masks: the step that needs
+   them reads the tile. */
 static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot, void *scratch) {
     int64_t nth = slot->task;
     const nsa__head_job *job = nsa__job_of(ordered->context, &nth);
@@ -9672,16 +9600,15 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     if (job->gathers) job = nsa__gather(&alone, job, job->seq.first + (int)nth);
     if (!slot->started) {
         nsa__backward_begin(f, job, nth);
-        nsa__tile_iter_next(it, job);
+        it->tile = nsa__tile_iter_peek(it, job);
         slot->started = 1;
-        slot->migrated = 0;
     } else if (f->pending && nsa__may_enter(ordered, slot->task, f->pending_last[f->oldest])) {
         nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
-        if (slot->migrated) nsa__tile_iter_read(it, job);
-        slot->migrated = 0;
+        nsa__tile_iter_read(it, job);
         nsa__backward_tile(f, job, nsa__may_enter(ordered, slot->task, it->tile));
-        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
+        it->tile = nsa__tile_iter_peek(it, job);
+        if (it->tile >= it->tile_end) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);
         return 1;
@@ -9737,13 +9664,13 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
-        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
+        job->rows_over[NSA__OF_K] = nsa__alloc_reals(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
             const nsa__operand *o = nsa__operand_at(p, j);
-            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * o->stride);
+            if (gathers) job->listed_rows[j] = nsa__alloc_reals(shared, keys * o->stride);
             job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
         if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
@@ -9756,10 +9683,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole) {
-    const int nearby = nsa__heads_near(whole);
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
+    const int lists = nsa__traits_of[branch].lists;
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, lists, nsa__heads_near(whole));
+    p.cut = nsa__backward_schedule(p.cut, d, branch, p.group);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
@@ -9802,13 +9728,9 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
-}
-
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
                                   : nsa__forward_plan(NULL, d, branch, NULL, NULL);
@@ -9826,7 +9748,7 @@ static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, c
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
     const nsa__attend_plan p = nsa__forward_plan(x, d, branch, NULL, NULL);
     return nsa__forward_run(&p, workspace, bytes);
@@ -9835,7 +9757,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
                                        nsa__branch branch, void *workspace, size_t bytes) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     NSA__CHECK(nsa__attend_check(dx, x, d, branch, 0));
     const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);
@@ -10700,21 +10622,12 @@ typedef struct nsa__chain_gradient {
     int kv_heads; /* of a run */
 } nsa__chain_gradient;
 
-static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
-    nsa_tensor x;
-    x.dtype = NSA_REAL_DTYPE;
-    x.head = shape.width;
-    x.token = shape.width * shape.heads;
-    x.batch = x.token * shape.rows;
-    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
-    return x;
-}
-
-/* Rows of a sum in workspace, and the caller's rows that they are added to. */
+/* Rows of a sum in workspace, and the caller's rows that they are added to. They become zeros, for
+   the next heads. */
 typedef struct nsa__flush {
     nsa_tensor from, to;
     int64_t rows;
-    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
+    int heads, width, clear; /* clear: they become zeros alone */
 } nsa__flush;
 
 enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
@@ -10726,10 +10639,8 @@ static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
     for (int64_t t = nth * NSA__FLUSH_ROWS; t < end; t++)
         for (int h = 0; h < f->heads; h++) {
             nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
-            if (f->clear)
-                memset(row, 0, (size_t)f->width * sizeof *row);
-            else
-                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+            if (!f->clear) nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+            memset(row, 0, (size_t)f->width * sizeof *row);
         }
 }
 
@@ -10740,10 +10651,17 @@ static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 
-/* Of a tensor that nsa__alloc_tensor made: its rows lie side by side. */
-static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_desc *d) {
-    const nsa__flush f = {*x, *x, shape.batch * shape.rows, 1, (int)x->token, 1};
-    nsa__flush_run(&f, d);
+/* Rows of zeros, side by side. */
+static nsa_tensor nsa__alloc_sums(nsa__arena *a, nsa__shape shape, const nsa_desc *d) {
+    nsa_tensor x;
+    x.dtype = NSA_REAL_DTYPE;
+    x.head = shape.width;
+    x.token = shape.width * shape.heads;
+    x.batch = x.token * shape.rows;
+    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
+    const nsa__flush zeros = {x, x, shape.batch * shape.rows, 1, (int)x.token, 1};
+    if (a->base) nsa__flush_run(&zeros, d);
+    return x;
 }
 
 /* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
@@ -10806,7 +10724,7 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
     g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
     g->dq = nsa__no_view;
-    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_tensor(a, of_q);
+    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_sums(a, of_q, d);
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = *to[i];
@@ -10814,12 +10732,13 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, 0, nsa__sum_width(d, i)));
+        if (sum->owner)
+            *view[i] = nsa__alloc_sums(a, nsa__key_shape(d, 0, nsa__sum_width(d, i)), d);
         if (same < i) *view[i] = *view[same];
     }
-    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
-    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim));
-    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim_v));
+    if (dx->gates.data) g->delta_out = nsa__alloc_sums(a, of_delta, d);
+    g->dx.k_cmp.out = nsa__alloc_sums(a, nsa__key_shape(d, 1, d->dim), d);
+    g->dx.v_cmp.out = nsa__alloc_sums(a, nsa__key_shape(d, 1, d->dim_v), d);
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -10858,17 +10777,16 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_phi_gradient(&nsa__cpu, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
-/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
-   adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
-   heads. */
+/* The three branches and the gate of some heads of a sequence. Each branch adds to their dq, and
+   the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *x,
                                             const nsa_desc *d, const nsa__seq *seq, int head,
                                             int kv_heads) {
     const nsa_desc slice = nsa__slice_desc(d, seq->tokens, seq->count, kv_heads);
     const nsa_attention part = nsa__slice_views(x, d, seq, head);
     nsa_attention dpart = nsa__slice_views(&g->dx, d, seq, head);
-    nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 1};
-    if (g->dq.data) dpart.q = g->dq, nsa__flush_run(&dq, d);
+    const nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 0};
+    if (g->dq.data) dpart.q = g->dq;
     const nsa__chain c = nsa__chain_of(&part), dc = nsa__chain_of(&dpart);
     const nsa_attend *views[] = {&c.cmp, &c.slc, &c.win}, *dviews[] = {&dc.cmp, &dc.slc, &dc.win};
     nsa__gate_job gate = nsa__gate_job_make(&dc.gate, &c.gate, &slice);
@@ -10879,7 +10797,6 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
     if (gate.delta_out) nsa__gate_run(gate);
-    dq.clear = 0;
     if (g->dq.data) nsa__flush_run(&dq, d);
     return NSA_OK;
 }
@@ -10906,11 +10823,6 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
    last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
                                               const nsa_desc *d) {
-    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (g->sum[i].owner)
-            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, 0, nsa__sum_width(d, i)), d);
-    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__key_shape(d, 1, d->dim), d);
-    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__key_shape(d, 1, d->dim_v), d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count && head < d->kv_heads; head += g->kv_heads) {
             int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)head);

@@ -5,13 +5,9 @@
 #include "attend_forward_run.h"
 #include "attend_backward.h"
 
-static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
-}
-
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
                                   : nsa__forward_plan(NULL, d, branch, NULL, NULL);
@@ -29,7 +25,7 @@ static nsa_status nsa__attend_check(const nsa_attend *dx, const nsa_attend *x, c
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     NSA__CHECK(nsa__attend_check(NULL, x, d, branch, 1));
     const nsa__attend_plan p = nsa__forward_plan(x, d, branch, NULL, NULL);
     return nsa__forward_run(&p, workspace, bytes);
@@ -38,7 +34,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
                                        nsa__branch branch, void *workspace, size_t bytes) {
     nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
+    d = nsa__desc_using(d, nsa__traits_of[branch].uses, &own);
     NSA__CHECK(nsa__attend_check(dx, x, d, branch, 0));
     const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);

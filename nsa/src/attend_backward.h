@@ -72,8 +72,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     if (!p->pairs) return;
     const int64_t paired = nsa__max(batch_rows + 1, p->cut.tile) / 2;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
-    f->paired = nsa__alloc_packed(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
+    f->ds_rows = nsa__alloc_reals(of_tile, (int64_t)batch_rows * p->cut.tile / 2);
+    f->paired = nsa__alloc_reals(of_tile, paired * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output: out
@@ -137,7 +137,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     /* a gate may be NaN, and its product with dout too large */
     if (gate) nsa__zero_nonfinite(&p->v, rows, dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+        f->lse[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
         if (p->dx->lse.data)
             f->delta[r] -= nsa__load_number(job, &f->iter, &p->dx->lse, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
@@ -381,8 +381,8 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
 }
 
 /* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
-   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
-   again. */
+   task may come back in another thread, whose scratch does not have its masks: the step that needs
+   them reads the tile. */
 static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot, void *scratch) {
     int64_t nth = slot->task;
     const nsa__head_job *job = nsa__job_of(ordered->context, &nth);
@@ -395,16 +395,15 @@ static int nsa__backward_step(const nsa__ordered *ordered, nsa__task_slot *slot,
     if (job->gathers) job = nsa__gather(&alone, job, job->seq.first + (int)nth);
     if (!slot->started) {
         nsa__backward_begin(f, job, nth);
-        nsa__tile_iter_next(it, job);
+        it->tile = nsa__tile_iter_peek(it, job);
         slot->started = 1;
-        slot->migrated = 0;
     } else if (f->pending && nsa__may_enter(ordered, slot->task, f->pending_last[f->oldest])) {
         nsa__write(ordered->progress + slot->task, nsa__backward_add(f, job));
     } else if (it->tile < it->tile_end) {
-        if (slot->migrated) nsa__tile_iter_read(it, job);
-        slot->migrated = 0;
+        nsa__tile_iter_read(it, job);
         nsa__backward_tile(f, job, nsa__may_enter(ordered, slot->task, it->tile));
-        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
+        it->tile = nsa__tile_iter_peek(it, job);
+        if (it->tile >= it->tile_end) nsa__backward_end(f, job);
     } else {
         nsa__write(ordered->progress + slot->task, INT32_MAX);
         return 1;
@@ -460,13 +459,13 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_K] = nsa__alloc_packed(shared, keys * p->k.wide);
-        job->columns[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->d->dim_v);
+        job->rows_over[NSA__OF_K] = nsa__alloc_reals(shared, keys * p->k.wide);
+        job->columns[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->d->dim_v);
         job->nonfinite_keys =
             (uint64_t *)nsa__alloc(shared, keys / p->cut.tile, sizeof *job->nonfinite_keys);
         for (int j = 0; j < 2; j++) {
             const nsa__operand *o = nsa__operand_at(p, j);
-            if (gathers) job->listed_rows[j] = nsa__alloc_packed(shared, keys * o->stride);
+            if (gathers) job->listed_rows[j] = nsa__alloc_reals(shared, keys * o->stride);
             job->sum[j] = nsa__alloc_reals(shared, keys * o->wide);
         }
         if (p->dx && !p->dx->v.data) job->sum[NSA__OF_V] = NULL;
@@ -479,10 +478,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole) {
-    const int nearby = nsa__heads_near(whole);
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
+    const int lists = nsa__traits_of[branch].lists;
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, lists, nsa__heads_near(whole));
+    p.cut = nsa__backward_schedule(p.cut, d, branch, p.group);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

@@ -154,7 +154,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r) {
     }
     nsa__store_by(p->pairs, out->dtype, row, sums, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
+    if (p->select) f->m[r] = nsa__load_number(job, &f->iter, &p->x->lse, r, f->nonfinite);
 }
 
 static void nsa__forward_rows(nsa__forward *f, const nsa__head_job *job) {

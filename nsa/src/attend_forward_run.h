@@ -20,7 +20,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         *job = nsa__job_make(p);
         if (p->d->count <= p->cut.in_place_max) continue;
         const int64_t keys = nsa__alloc_keys(job, shared);
-        job->rows_over[NSA__OF_V] = nsa__alloc_packed(shared, keys * p->v.wide);
+        job->rows_over[NSA__OF_V] = nsa__alloc_reals(shared, keys * p->v.wide);
     }
     return in_place;
 }
@@ -147,15 +147,16 @@ static int nsa__forward_split(const nsa__attend_plan *p, int n, void *workspace,
     return 1;
 }
 
+/* Tasks are more where the threads are, so the jobs have a plan of their own. */
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__attend_plan own = *p;
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     if (nsa__forward_split(p, 1, workspace, bytes)) return NSA_OK;
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__head_job *in_place = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; i < p->cut.head_slots; i++)
-        jobs[i].least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+    own.cut.least_tasks = nsa__shared_tasks(&p->cut, p->branch, team.threads);
+    nsa__head_job *in_place = nsa__forward_layout(jobs, &own, &shared);
     nsa__forward_in_place(jobs, in_place, &team);
     nsa__each_heads(jobs, &team, p->cut.in_place_max, nsa__forward_heads);
     return NSA_OK;

@@ -54,7 +54,7 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
     f->rows = nsa__alloc_reals(a, p->cut.tile * nsa__max(p->k.wide, p->v.wide));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
+    if (p->pairs) f->paired = nsa__alloc_reals(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
 /* Keys begin .. begin + n - 1 of x as reals, whatever they hold. */

@@ -16,7 +16,7 @@ static int64_t nsa__alloc_keys(nsa__head_job *job, nsa__arena *a) {
     const int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->columns[NSA__OF_K] = nsa__alloc_packed(a, tiles * p->cut.tile * p->d->dim);
+    job->columns[NSA__OF_K] = nsa__alloc_reals(a, tiles * p->cut.tile * p->d->dim);
     return tiles * p->cut.tile;
 }
 
@@ -51,9 +51,10 @@ static nsa__packed *nsa__packed_columns(const nsa__head_job *job, int i, ptrdiff
    loaded where they stay; rows that become pairs, or are transposed alone, into `room`, which has
    place for NSA__LANES of them. */
 static uint64_t nsa__pack(const nsa__head_job *job, int nth, int begin, nsa_real *room) {
-    const nsa__operand *o = nsa__operand_at(job->plan, nth);
-    const nsa_tensor *x = nsa__operand_view(job, o);
-    const int tile = job->plan->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
+    const nsa__attend_plan *p = job->plan;
+    const nsa__operand *o = nsa__operand_at(p, nth);
+    const nsa_tensor *x = nth == NSA__OF_K ? &p->x->k : &p->x->v;
+    const int tile = p->cut.tile, end = (int)nsa__min((int64_t)begin + tile, job->keys);
     uint64_t nonfinite = 0;
     for (int first = 0; first < tile; first += NSA__LANES) {
         nsa__packed *rows = nsa__packed_rows(job, nth, begin + first);
@@ -109,7 +110,8 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+        const int seen = nsa__span_end(job, query);
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }

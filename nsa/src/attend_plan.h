@@ -46,7 +46,6 @@ typedef struct nsa__attend_plan {
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
     const struct nsa__head_job *then; /* of a split task: the job that begins when it has ended */
-    int least_tasks;                  /* of it, if its queries are enough */
     int heads;                        /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int head, kv_head;           /* which of plan->heads, and whose keys */
@@ -98,20 +97,14 @@ static int nsa__span_end(const nsa__head_job *job, int query) {
                                  : nsa__visible_end(p->d, tokens, query);
 }
 
-/* A listed block is cut at the end of what the query sees, because the block that holds the query
-   goes on behind it. */
-NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
-    return (int)nsa__min((int64_t)begin + slc_block, seen);
-}
-
-/* slc (Eq. 12): span `number` of the keys that `query` sees, of one listed block; spans ascend.
-   Returns 0 if there is none left. */
-NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
+/* slc (Eq. 12): span `number` of the keys that a query sees, of one listed block; spans ascend. A
+   block is cut at `seen`, the query's nsa__span_end, because the one that holds the query goes on
+   behind it. Returns 0 if there is none left. */
+NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int seen, int number,
                           int *begin, int *end) {
-    const nsa__attend_plan *p = job->plan;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, nsa__span_end(job, query));
+    *end = (int)nsa__min((int64_t)*begin + p->d->slc_block, seen);
     return 1;
 }
 
@@ -153,11 +146,6 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
-static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
-    return p->lists_per_kv_head > 1 ? 1 : nearby;
-}
-
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
    so that each head with a list is a job of its own. `nearby`: nsa__heads_near of the call, of
    which d may be some heads. */
@@ -176,15 +164,12 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
-    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
+    if (p.lists_per_kv_head > 1) nearby = 1; /* they add to the same dk and dv */
+    p.cut = nsa__schedule_of(d, branch, p.group, nearby);
     p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
     p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
     p.pairs = nsa__pair_operands(&p.k, &p.v, x, dx, d);
     return p;
-}
-
-static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
-    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
 }
 
 /* Bytes of workspace for so many threads. */
@@ -197,6 +182,5 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
-    job.least_tasks = p->cut.least_tasks;
     return job;
 }

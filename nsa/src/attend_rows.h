@@ -12,8 +12,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->lists_per_kv_head;
     job->heads = heads;
-    job->task_queries =
-        nsa__task_queries(&p->cut, p->d, p->branch, job->least_tasks, seq->tokens, seq->count);
+    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, seq->tokens, seq->count);
     job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
     job->rows = p->is.compressed ? seq->cmp : seq->keys;
     if (p->step) job->rows.ring = p->step->ring;
@@ -66,17 +65,12 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     nsa__zero_nonfinite(o, rows, to, nonfinite); /* behind scale, times which it may be too large */
 }
 
-/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked. */
+/* The number of a row in x, as lse. If it is not finite, the result is 0 and the row is marked: of
+   lse also where a query has no keys (-inf), without effect, because it reads no tile. */
 static nsa_real nsa__load_number(const nsa__head_job *job, const nsa__tile_iter *it,
                                  const nsa_tensor *x, int r, unsigned char *nonfinite) {
     nsa_real number;
     nsa__load(&number, x->dtype, nsa__query_row(job, it, x, r), 1);
     if (!nsa__is_finite((double)number)) nonfinite[r] = 1;
     return nonfinite[r] ? 0 : number;
-}
-
-/* That marks queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                              unsigned char *nonfinite) {
-    return nsa__load_number(job, it, &job->plan->x->lse, r, nonfinite);
 }

@@ -34,10 +34,10 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
-    const int first = tile_begin / p->d->slc_block; /* block */
+    const int first = tile_begin / p->d->slc_block, seen = nsa__span_end(job, query); /* block */
     uint64_t mask = 0;
     for (int i = nsa__first_listed(list, p->list_width, first);
-         nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+         nsa__span(p, list, seen, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -50,7 +50,7 @@ static const nsa__head_job *nsa__gather(nsa__head_job *own, const nsa__head_job 
     const int32_t *list = nsa__block_list(job, query);
     const int n = nsa__first_listed(list, p->list_width, INT_MAX);
     int begin = 0, end = 0;
-    if (n) nsa__span(job, list, query, n - 1, &begin, &end);
+    if (n) nsa__span(p, list, nsa__span_end(job, query), n - 1, &begin, &end);
     *own = *job;
     own->rows.list = list;
     own->rows.list_block = p->d->slc_block;
@@ -108,13 +108,12 @@ static const int32_t *nsa__walk_lists(const nsa__head_job *job, const nsa__tile_
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill) {
     const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
+    const int log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
         const int32_t *list = nsa__walk_lists(job, it, a);
         const int seen = nsa__span_end(job, it->first + a);
-        int next = 0; /* the first tile that this query has not been counted for */
-        for (int i = 0; i < width && list[i] >= 0; i++) {
-            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+        int begin, end, next = 0; /* the first tile that this query has not been counted for */
+        for (int i = 0; nsa__span(p, list, seen, i, &begin, &end); i++) {
             int tile = begin >> log2 > next ? begin >> log2 : next;
             next = ((end - 1) >> log2) + 1;
             for (; tile < next; tile++) {
@@ -145,7 +144,7 @@ static int nsa__keys_end(const nsa__head_job *job, int query) {
 
 /* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
    nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
-   without lists. */
+   without lists. A query sees each of them, unless all queries are behind the keys. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const int64_t from = task * job->task_queries;
@@ -157,8 +156,10 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
         return;
     }
-    it->tile = nsa__span_begin(p, it->first) / p->cut.tile - 1;
-    it->tile_end = (int)nsa__ceil_div(nsa__keys_end(job, it->first + it->queries - 1), p->cut.tile);
+    const int begin = nsa__span_begin(p, it->first);
+    const int end = nsa__keys_end(job, it->first + it->queries - 1);
+    it->tile = begin / p->cut.tile - 1;
+    it->tile_end = begin < end ? (int)nsa__ceil_div(end, p->cut.tile) : 0;
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. With lists the inverted
@@ -185,13 +186,20 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     }
 }
 
-/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
+/* The next tile that any query of the task sees; tile_end or more if there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    int tile = it->tile + 1;
+    if (nsa__inverts(job))
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile;
+}
+
+/* Goes up to that tile and reads it. Returns 0 if there is none. */
 static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
-    while (++it->tile < it->tile_end) {
-        nsa__tile_iter_read(it, job);
-        if (it->tile_queries) return 1;
-    }
-    return 0;
+    it->tile = nsa__tile_iter_peek(it, job);
+    if (it->tile >= it->tile_end) return 0;
+    nsa__tile_iter_read(it, job);
+    return 1;
 }
 
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
@@ -206,15 +214,6 @@ typedef struct nsa__batch {
     int next_key;     /* the first of the tile that the task iterates to next; or all keys */
 } nsa__batch;
 
-/* The first key of the tile that the task iterates to next; job->keys if there is none. */
-static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = it->tile + 1;
-    if (nsa__inverts(job))
-        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
-}
-
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
    both ends in whole vectors, because windows and diagonals leave much of a tile unseen. Every mask
    has a bit, so the loops end. Cut keys would add p = 0, and a key keeps its lane of the partial
@@ -223,6 +222,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     const nsa__attend_plan *p = job->plan;
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
+    const int next = nsa__tile_iter_peek(it, job);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
         int a = b.query[b.queries];
@@ -234,7 +234,7 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     b.key = it->tile * p->cut.tile + b.begin;
     b.present = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
-    b.next_key = nsa__tile_iter_peek(it, job);
+    b.next_key = next < it->tile_end ? next * p->cut.tile : job->keys;
     return b;
 }
 

@@ -111,21 +111,12 @@ typedef struct nsa__chain_gradient {
     int kv_heads; /* of a run */
 } nsa__chain_gradient;
 
-static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
-    nsa_tensor x;
-    x.dtype = NSA_REAL_DTYPE;
-    x.head = shape.width;
-    x.token = shape.width * shape.heads;
-    x.batch = x.token * shape.rows;
-    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
-    return x;
-}
-
-/* Rows of a sum in workspace, and the caller's rows that they are added to. */
+/* Rows of a sum in workspace, and the caller's rows that they are added to. They become zeros, for
+   the next heads. */
 typedef struct nsa__flush {
     nsa_tensor from, to;
     int64_t rows;
-    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
+    int heads, width, clear; /* clear: they become zeros alone */
 } nsa__flush;
 
 enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
@@ -137,10 +128,8 @@ static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
     for (int64_t t = nth * NSA__FLUSH_ROWS; t < end; t++)
         for (int h = 0; h < f->heads; h++) {
             nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
-            if (f->clear)
-                memset(row, 0, (size_t)f->width * sizeof *row);
-            else
-                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+            if (!f->clear) nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+            memset(row, 0, (size_t)f->width * sizeof *row);
         }
 }
 
@@ -151,10 +140,17 @@ static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 
-/* Of a tensor that nsa__alloc_tensor made: its rows lie side by side. */
-static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_desc *d) {
-    const nsa__flush f = {*x, *x, shape.batch * shape.rows, 1, (int)x->token, 1};
-    nsa__flush_run(&f, d);
+/* Rows of zeros, side by side. */
+static nsa_tensor nsa__alloc_sums(nsa__arena *a, nsa__shape shape, const nsa_desc *d) {
+    nsa_tensor x;
+    x.dtype = NSA_REAL_DTYPE;
+    x.head = shape.width;
+    x.token = shape.width * shape.heads;
+    x.batch = x.token * shape.rows;
+    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
+    const nsa__flush zeros = {x, x, shape.batch * shape.rows, 1, (int)x.token, 1};
+    if (a->base) nsa__flush_run(&zeros, d);
+    return x;
 }
 
 /* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
@@ -217,7 +213,7 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->dx.out_cmp = g->dx.out_slc = g->dx.out_win = dx->out;
     g->dx.blocks = g->dx.lse_cmp = g->dx.lse_slc = g->dx.lse_win = nsa__no_view;
     g->dq = nsa__no_view;
-    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_tensor(a, of_q);
+    if (dx->q.data && dx->q.dtype != NSA_REAL_DTYPE) g->dq = nsa__alloc_sums(a, of_q, d);
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = *to[i];
@@ -225,12 +221,13 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         const int needed = to[i]->data && to[i]->dtype != NSA_REAL_DTYPE;
         const int same = needed ? nsa__shared_sum(to, d, i) : i;
         sum->owner = needed && same == i;
-        if (sum->owner) *view[i] = nsa__alloc_tensor(a, nsa__key_shape(d, 0, nsa__sum_width(d, i)));
+        if (sum->owner)
+            *view[i] = nsa__alloc_sums(a, nsa__key_shape(d, 0, nsa__sum_width(d, i)), d);
         if (same < i) *view[i] = *view[same];
     }
-    if (dx->gates.data) g->delta_out = nsa__alloc_tensor(a, of_delta);
-    g->dx.k_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim));
-    g->dx.v_cmp.out = nsa__alloc_tensor(a, nsa__key_shape(d, 1, d->dim_v));
+    if (dx->gates.data) g->delta_out = nsa__alloc_sums(a, of_delta, d);
+    g->dx.k_cmp.out = nsa__alloc_sums(a, nsa__key_shape(d, 1, d->dim), d);
+    g->dx.v_cmp.out = nsa__alloc_sums(a, nsa__key_shape(d, 1, d->dim_v), d);
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
@@ -269,17 +266,16 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_phi_gradient(&nsa__cpu, &dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
 }
 
-/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
-   adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
-   heads. */
+/* The three branches and the gate of some heads of a sequence. Each branch adds to their dq, and
+   the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *x,
                                             const nsa_desc *d, const nsa__seq *seq, int head,
                                             int kv_heads) {
     const nsa_desc slice = nsa__slice_desc(d, seq->tokens, seq->count, kv_heads);
     const nsa_attention part = nsa__slice_views(x, d, seq, head);
     nsa_attention dpart = nsa__slice_views(&g->dx, d, seq, head);
-    nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 1};
-    if (g->dq.data) dpart.q = g->dq, nsa__flush_run(&dq, d);
+    const nsa__flush dq = {g->dq, dpart.q, slice.count, slice.heads, d->dim, 0};
+    if (g->dq.data) dpart.q = g->dq;
     const nsa__chain c = nsa__chain_of(&part), dc = nsa__chain_of(&dpart);
     const nsa_attend *views[] = {&c.cmp, &c.slc, &c.win}, *dviews[] = {&dc.cmp, &dc.slc, &dc.win};
     nsa__gate_job gate = nsa__gate_job_make(&dc.gate, &c.gate, &slice);
@@ -290,7 +286,6 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
         NSA__CHECK(nsa__backward_run(&p, g->rest, g->rest_bytes));
     }
     if (gate.delta_out) nsa__gate_run(gate);
-    dq.clear = 0;
     if (g->dq.data) nsa__flush_run(&dq, d);
     return NSA_OK;
 }
@@ -317,11 +312,6 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
    last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *x,
                                               const nsa_desc *d) {
-    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (g->sum[i].owner)
-            nsa__zero_tensor(g->sum[i].view, nsa__key_shape(d, 0, nsa__sum_width(d, i)), d);
-    nsa__zero_tensor(&g->dx.k_cmp.out, nsa__key_shape(d, 1, d->dim), d);
-    nsa__zero_tensor(&g->dx.v_cmp.out, nsa__key_shape(d, 1, d->dim_v), d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count && head < d->kv_heads; head += g->kv_heads) {
             int heads = (int)nsa__min(g->kv_heads, d->kv_heads - (int64_t)head);

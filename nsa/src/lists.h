@@ -4,8 +4,6 @@
 #include "threads.h"
 #include "tiles.h"
 
-#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
-
 static nsa__bits_t nsa__bits_of(nsa_real x) {
     nsa__bits_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -17,10 +15,8 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
    subtracted. -0 equals 0. The function looks at bits, because -ffast-math assumes that there is no
    NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
-    const nsa__bits_t infinity =
-        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
     const nsa__bits_t bits = nsa__bits_of(score), size = bits & ~NSA__SIGN;
-    if (size > infinity) return 0; /* NaN */
+    if (size > NSA__INFINITY) return 0; /* NaN */
     return bits == size ? NSA__SIGN + size : NSA__SIGN - size;
 }
 
@@ -47,7 +43,7 @@ NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_
    stays set if enough scores are still at or above. */
 static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
                                       const nsa__tiles *tiles) {
-    nsa__bits_t order = 0, one_bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    nsa__bits_t order = 0, one_bit = NSA__SIGN;
     for (int reached = n; one_bit && reached != room; one_bit >>= 1) {
         int count = nsa__at_least(scores, n, order | one_bit, tiles);
         if (count < room) continue;

@@ -334,10 +334,10 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
 /* Of the bits of a number, or of many: the exponent plus one, which sets the sign bit if all of the
    exponent is ones: infinity or NaN. So an and, an add and an or find out about many numbers. Every
    vector unit has these three for integers; SSE2 has no integer maximum. */
-#define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
-#define NSA__EXPONENT ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
-#define NSA__EXPONENT_CARRY(bits) \
-    (((bits) & (((nsa__bits_t)1 << NSA__SIGN_BIT) - NSA__EXPONENT)) + NSA__EXPONENT)
+#define NSA__SIGN                 ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
+#define NSA__EXPONENT             ((nsa__bits_t)1 << (sizeof(nsa_real) == 8 ? 52 : 23))
+#define NSA__INFINITY             (NSA__SIGN - NSA__EXPONENT)
+#define NSA__EXPONENT_CARRY(bits) (((bits)&NSA__INFINITY) + NSA__EXPONENT)
 
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,

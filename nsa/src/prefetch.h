@@ -45,8 +45,3 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
         }
     }
 }
-
-/* K or V. */
-static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__operand *o) {
-    return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
-}

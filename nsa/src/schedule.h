@@ -115,8 +115,8 @@ static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby,
    least_tasks. Tasks of lists are large: each K/V tile is then loaded into L2 once for many
    queries. */
 static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
-                             int least_tasks, int tokens, int64_t count) {
-    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, least_tasks);
+                             int tokens, int64_t count) {
+    int64_t most = s->l2_queries, shared = nsa__ceil_div(count, s->least_tasks);
     if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
     return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
 }
@@ -148,7 +148,7 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.head_slots = seats;
     s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.l2_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
     return s;
 }
 
@@ -160,20 +160,19 @@ static int nsa__shared_tasks(const nsa__schedule *s, nsa__branch branch, int thr
     return (int)nsa__ceil_div(nsa__max(NSA__TASKS, each * threads), s->head_slots);
 }
 
-/* Backward's batches have up to twice the rows of forward's, because each reads and writes its
-   tile's share of dk and dv once. But all its rows of q and dout should be no more than
+/* Backward's, from forward's. Its batches have up to twice the rows, because each reads and writes
+   its tile's share of dk and dv once. But all its rows of q and dout should be no more than
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
-static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int seats) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
+static nsa__schedule nsa__backward_schedule(nsa__schedule s, const nsa_desc *d, nsa__branch branch,
+                                            int group) {
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.gathers_from = nsa__gathers_from(d, branch, group, 2 * NSA__LANES);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.l2_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
-    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
-    s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
+    s.task_queries = nsa__task_queries(&s, d, branch, d->tokens, d->count);
+    s.head_slots = (int)nsa__min(s.head_slots, d->kv_heads); /* of which the call may have some */
     return s;
 }

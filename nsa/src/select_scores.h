@@ -14,11 +14,10 @@
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;       /* of every row, its scores against all compressed keys, times scale; then
-                          in the first row of a query p_cmp, summed over the group's heads */
-    int64_t stride;    /* of a row of s: whole tiles and one vector */
-    nsa_real *stencil; /* weights of Eq. 9 around a selection block */
-    nsa_real *scores;  /* of one query and selection block: p_slc */
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale; then
+                         in the first row of a query p_cmp, summed over the group's heads */
+    int64_t stride;   /* of a row of s: whole tiles and one vector */
+    nsa_real *scores; /* of one query and selection block: p_slc */
 } nsa__scoring;
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
@@ -34,22 +33,13 @@ static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__
     /* One vector more: rows a power of two apart would share the same few sets of the cache. */
     f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
     f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
-    f->stencil = nsa__alloc_reals(a, nsa__stencil_size(p->d));
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
-
-/* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
-   later, by nsa__scores. */
-static void nsa__fill_stencil(nsa_real *stencil, const nsa_desc *d) {
-    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
-    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
-    for (int u = 0; u < nsa__stencil_size(d); u++)
-        stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. One
-   weight at a time for all candidates: a candidate alone has too few for a loop. */
+   weight at a time for all candidates: a candidate alone has too few for a loop. The weight is
+   nsa_block_overlap's, of a block whose stencil does not begin before block 0. */
 NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job *job, int query,
                                       const nsa_real *p_cmp) {
     const nsa_desc *d = job->plan->d;
@@ -59,7 +49,7 @@ NSA__COMPILED static void nsa__scores(const nsa__scoring *f, const nsa__head_job
     const int step = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
     memset(scores, 0, (size_t)candidates * sizeof *scores);
     for (int u = 0; u < nsa__stencil_size(d); u++) {
-        const nsa_real weight = f->stencil[u];
+        const nsa_real weight = (nsa_real)(nsa__min(u + 1, step) - nsa__max(u - lead, 0));
         const int from = (int)nsa__ceil_div(nsa__max(0, lead - u), step);
         const int to = (int)nsa__min(candidates, nsa__ceil_div(visible + lead - u, step));
         for (int j = from; j < to; j++) {
@@ -118,7 +108,6 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *to = &p->select->p_cmp;
     int group = p->group;
-    nsa__fill_stencil(f->stencil, p->d);
     for (int a = 0; a < it->queries; a++) {
         int query = it->first + a, nonfinite = 0;
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);

@@ -8,14 +8,6 @@
    when. */
 typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 
-#if defined(_OPENMP) && _OPENMP >= 201511
-#define NSA__IN_ORDER \
-    monotonic:        \
-    dynamic
-#else
-#define NSA__IN_ORDER dynamic
-#endif
-
 /* Threads for this many multiply-adds, a million or more for each: that takes some 10 us, and
    waking a thread as long, or longer if it sleeps. It depends on the shape alone, and no bit
    depends on it. */
@@ -31,7 +23,7 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 #ifdef _OPENMP
     int threads = (int)nsa__min(team->threads, tasks);
     if (threads > 1) {
-#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER)
+#pragma omp parallel for num_threads(threads) schedule(monotonic : dynamic)
         for (int64_t i = 0; i < tasks; i++)
             task(context, i,
                  team->scratch_bytes
@@ -132,12 +124,11 @@ static int32_t nsa__read(const int32_t *x) {
     return value;
 }
 
-/* Writes a number that other threads read. The flush before it lets them see the sums of a tile
-   before they see that the tile is free. */
+/* Writes a number that other threads read. seq_cst: they see the sums of a tile before they see
+   that the tile is free. */
 static void nsa__write(int32_t *x, int32_t value) {
 #ifdef _OPENMP
-#pragma omp flush
-#pragma omp atomic write
+#pragma omp atomic write seq_cst
 #endif
     *x = value;
     (void)value; /* gcc takes what an atomic writes for unused */
@@ -148,12 +139,9 @@ static void nsa__write(int32_t *x, int32_t value) {
 static int nsa__claim(int32_t *claims) {
     int32_t earlier;
 #ifdef _OPENMP
-#pragma omp atomic capture
+#pragma omp atomic capture seq_cst
 #endif
     earlier = (*claims)++;
-#ifdef _OPENMP
-#pragma omp flush
-#endif
     return earlier == 0;
 }
 
@@ -164,7 +152,6 @@ typedef struct nsa__task_slot {
     int32_t task;      /* the task that is here or begins next; ordered->tasks: none is left */
     int32_t wait_tile; /* its predecessor must have left it before the task goes on; -1: no tile */
     int32_t started;   /* 1: its state has been loaded */
-    int32_t migrated;  /* 1: the thread's scratch is not the task's any more */
 } nsa__task_slot;
 
 /* A run of such tasks. A thread's scratch is | scratch_bytes | slot 0 | .. | slot 3 |. */
@@ -231,7 +218,6 @@ static int nsa__step_slot(const nsa__ordered *ordered, const nsa__team *team, vo
     nsa__task_slot *slot = nsa__slot_find(ordered, team, idle);
     int done = 0;
     if (!slot) return 0;
-    slot->migrated = 1;
     while (!done && nsa__may_enter(ordered, slot->task, slot->wait_tile))
         done = ordered->step(ordered, slot, scratch);
     if (done) nsa__slot_next(ordered, slot, slot->task + (int64_t)team->threads * NSA__TASK_SLOTS);

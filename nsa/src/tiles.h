@@ -285,11 +285,10 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
     switch (nsa__isa_of(isa)) {
+#ifdef NSA__HAS_SSE2
 #ifdef NSA__HAS_BF16_BY_HAND
     case NSA_ISA_AVX512_BF16:
-        return &nsa__tiles_sse2;
 #endif
-#ifdef NSA__HAS_SSE2
     case NSA_ISA_SSE2:
         return &nsa__tiles_sse2;
 #endif
@@ -303,9 +302,7 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
         return &nsa__tiles_avx512;
 #endif
 #ifdef NSA__HAS_NEON
-#ifdef NSA__HAS_NEON_BF16
     case NSA_ISA_NEON_BF16:
-#endif
     case NSA_ISA_NEON:
         return &nsa__tiles_neon;
 #endif

@@ -60,15 +60,6 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-#ifdef NSA__MAX
-    NSA__V larger;
-    NSA__MAX(larger, a, b);
-    return larger;
-#else
-    return NSA__T(pick)(a > b, a, b);
-#endif
-}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -85,9 +76,6 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
-    return a > b ? a : b;
-}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -96,6 +84,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 #if !NSA__OF_PAIRS
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
 }
 
 #if NSA__BYTES
@@ -470,7 +467,7 @@ NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const n
         }
     memcpy(lane, &carry, sizeof carry);
     for (int j = 0; j < NSA__L; j++) sum |= lane[j];
-    return !(sum >> NSA__SIGN_BIT);
+    return !(sum & NSA__SIGN);
 }
 
 NSA__TARGET static void NSA__T(widen)(int rows, int n, const nsa_tensor *x, const void *row,
