@@ -3119,6 +3119,13 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
+/* Lines that follow each other and are read after a product, which prefetches one in each step of
+   its sums: many at once would fill the queue of misses. The last of some has no end. */
+typedef struct nsa__lines {
+    const char *at;
+    int n;
+} nsa__lines;
+
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    scale[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
@@ -3127,11 +3134,12 @@ typedef struct nsa__result {
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *scale; /* a factor for each row of the product, NULL: 1 */
+    nsa__lines *later;     /* prefetched meanwhile, or NULL */
 } nsa__result;
 
 /* All rows in order, without a factor. */
 static nsa__result nsa__result_at(nsa_real *data, ptrdiff_t row, int add) {
-    const nsa__result result = {data, row, NULL, add, NULL};
+    const nsa__result result = {data, row, NULL, add, NULL, NULL};
     return result;
 }
 
@@ -3140,9 +3148,10 @@ typedef struct nsa__product {
     int k, column;
     const nsa__matrix *a, *b;
     const nsa__result *c;
-    nsa_real factor; /* of pairs */
+    nsa_real factor;   /* of pairs */
+    nsa__lines *later; /* those that are left */
 } nsa__product;
-typedef void nsa__pieces(const nsa__product *x, int i, int m);
+typedef void nsa__pieces(nsa__product *x, int i, int m);
 
 /* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
 typedef struct nsa__scored {
@@ -3462,41 +3471,68 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
     }
 }
 
+/* A step of the sums: a column of a times a row of b. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
+                                                const nsa__packed *b_row) {
+    NSA__ARITHMETIC
+    NSA__V of_b[NSA__VECTORS];
+    NSA__UNROLL
+    for (int j = 0; j < vectors; j++) {
+        of_b[j] = NSA__FROM(b_row + j * NSA__L);
+        NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V of_a = NSA__T(of_left)(a[i] + at);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+    }
+    /* of a lone chain GCC, if it tunes for some machines, would make products and sums */
+    if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+}
+
 /* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
    its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
-    NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
-    NSA__V of_b[NSA__VECTORS];
     ptrdiff_t at = 0, b_at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
-        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
-            NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row)
+        NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
+}
+
+/* The same, and in each step a line of what is read later. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
+                                                     nsa__product *x) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b_row = x->b->data + x->column;
+    ptrdiff_t at = 0;
+    for (int left = x->k, n; left > 0; left -= n) {
+        while (!x->later->n) x->later++;
+        nsa__lines *lines = x->later;
+        n = left < lines->n ? left : lines->n;
+        for (int p = 0; p < n; p++, at += step, b_row += row) {
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
+            NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
-        }
-        /* of a lone chain GCC, if it tunes for some machines, would make products and sums */
-        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
-/* A piece of c in registers: rows x vectors, constants once this is inlined. With `add` alone its
-   chains begin with the c that is there. With `scale` they begin with 0 and scale c is added at the
-   end. Softmax adds many tiles to a row: a chain for each tile rounds less than one chain through
-   all of them. */
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+/* A piece of c in registers: rows x vectors and `later`, constants once this is inlined. With `add`
+   alone its chains begin with the c that is there. With `scale` they begin with 0 and scale c is
+   added at the end. Softmax adds many tiles to a row: a chain for each tile rounds less than one
+   chain through all of them. */
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
     NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -3523,7 +3559,9 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
         a_first += first * x->a->row;
     NSA__UNROLL
     for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
-    if (!NSA__OF_PAIRS && x->b->rows) /* see nsa__pairs */
+    if (later)
+        NSA__T(piece_sum_later)(rows, vectors, sum, a, x);
+    else if (!NSA__OF_PAIRS && x->b->rows) /* see nsa__pairs */
         NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
     else
         NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
@@ -3532,13 +3570,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
 
 /* Rows i .. m - 1 in pieces of one vector, and of NSA__VECTORS. These are functions, as in one they
    would have too few registers, and clang holds the sums of narrow ones in memory. */
-#define NSA__PIECE(name, n, vectors)                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
+#define NSA__PIECE(name, n, vectors, later)                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name)(nsa__product * x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, later, x, i);                    \
     }
-#define NSA__PIECES(n)       \
-    NSA__PIECE(narrow, n, 1) \
-    NSA__PIECE(wide, n, NSA__VECTORS)
+#define NSA__PIECES(n)             \
+    NSA__PIECE(narrow##n, n, 1, 0) \
+    NSA__PIECE(wide##n, n, NSA__VECTORS, 0)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -3548,9 +3586,11 @@ NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
 #if NSA__NARROW > 6
-NSA__PIECE(narrow, 7, 1)
-NSA__PIECE(narrow, 8, 1)
+NSA__PIECE(narrow7, 7, 1, 0)
+NSA__PIECE(narrow8, 8, 1, 0)
 #endif
+NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
+NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -3570,8 +3610,10 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
         const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
         const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
+        nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
+            whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
                 rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
@@ -3587,7 +3629,7 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    nsa__product x = {k, 0, a, b, c, 1};
+    nsa__product x = {k, 0, a, b, c, 1, c->later};
     for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
@@ -4057,35 +4099,60 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
     }
 }
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
+                                                const nsa__packed *b_row) {
+    NSA__ARITHMETIC
+    NSA__V of_b[NSA__VECTORS];
+    NSA__UNROLL
+    for (int j = 0; j < vectors; j++) {
+        of_b[j] = NSA__FROM(b_row + j * NSA__L);
+        NSA__KEEP_IN_REGISTER(of_b[j]);
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V of_a = NSA__T(of_left)(a[i] + at);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+    }
+
+    if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
-    NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
-    NSA__V of_b[NSA__VECTORS];
     ptrdiff_t at = 0, b_at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
-        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
-            NSA__KEEP_IN_REGISTER(of_b[j]);
-        }
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
-        }
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row)
+        NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
+}
 
-        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
+                                                     nsa__product *x) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b_row = x->b->data + x->column;
+    ptrdiff_t at = 0;
+    for (int left = x->k, n; left > 0; left -= n) {
+        while (!x->later->n) x->later++;
+        nsa__lines *lines = x->later;
+        n = left < lines->n ? left : lines->n;
+        for (int p = 0; p < n; p++, at += step, b_row += row) {
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
+            NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
+        }
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
     NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -4112,20 +4179,22 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
         a_first += first * x->a->row;
     NSA__UNROLL
     for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
-    if (!NSA__OF_PAIRS && x->b->rows)
+    if (later)
+        NSA__T(piece_sum_later)(rows, vectors, sum, a, x);
+    else if (!NSA__OF_PAIRS && x->b->rows)
         NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
     else
         NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECE(name, n, vectors)                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
+#define NSA__PIECE(name, n, vectors, later)                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name)(nsa__product * x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, later, x, i);                    \
     }
-#define NSA__PIECES(n)       \
-    NSA__PIECE(narrow, n, 1) \
-    NSA__PIECE(wide, n, NSA__VECTORS)
+#define NSA__PIECES(n)             \
+    NSA__PIECE(narrow##n, n, 1, 0) \
+    NSA__PIECE(wide##n, n, NSA__VECTORS, 0)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -4135,9 +4204,11 @@ NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
 #if NSA__NARROW > 6
-NSA__PIECE(narrow, 7, 1)
-NSA__PIECE(narrow, 8, 1)
+NSA__PIECE(narrow7, 7, 1, 0)
+NSA__PIECE(narrow8, 8, 1, 0)
 #endif
+NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
+NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -4154,8 +4225,10 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
         const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
         const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
+        nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
+            whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
                 rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
@@ -4170,7 +4243,7 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    nsa__product x = {k, 0, a, b, c, 1};
+    nsa__product x = {k, 0, a, b, c, 1, c->later};
     for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
@@ -4623,35 +4696,60 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
     }
 }
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
+                                                const nsa__packed *b_row) {
+    NSA__ARITHMETIC
+    NSA__V of_b[NSA__VECTORS];
+    NSA__UNROLL
+    for (int j = 0; j < vectors; j++) {
+        of_b[j] = NSA__FROM(b_row + j * NSA__L);
+        NSA__KEEP_IN_REGISTER(of_b[j]);
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V of_a = NSA__T(of_left)(a[i] + at);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+    }
+
+    if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
-    NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
-    NSA__V of_b[NSA__VECTORS];
     ptrdiff_t at = 0, b_at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
-        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
-            NSA__KEEP_IN_REGISTER(of_b[j]);
-        }
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
-        }
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row)
+        NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
+}
 
-        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
+                                                     nsa__product *x) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b_row = x->b->data + x->column;
+    ptrdiff_t at = 0;
+    for (int left = x->k, n; left > 0; left -= n) {
+        while (!x->later->n) x->later++;
+        nsa__lines *lines = x->later;
+        n = left < lines->n ? left : lines->n;
+        for (int p = 0; p < n; p++, at += step, b_row += row) {
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
+            NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
+        }
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
     NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -4678,20 +4776,22 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
         a_first += first * x->a->row;
     NSA__UNROLL
     for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
-    if (!NSA__OF_PAIRS && x->b->rows)
+    if (later)
+        NSA__T(piece_sum_later)(rows, vectors, sum, a, x);
+    else if (!NSA__OF_PAIRS && x->b->rows)
         NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
     else
         NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECE(name, n, vectors)                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
+#define NSA__PIECE(name, n, vectors, later)                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name)(nsa__product * x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, later, x, i);                    \
     }
-#define NSA__PIECES(n)       \
-    NSA__PIECE(narrow, n, 1) \
-    NSA__PIECE(wide, n, NSA__VECTORS)
+#define NSA__PIECES(n)             \
+    NSA__PIECE(narrow##n, n, 1, 0) \
+    NSA__PIECE(wide##n, n, NSA__VECTORS, 0)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -4701,9 +4801,11 @@ NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
 #if NSA__NARROW > 6
-NSA__PIECE(narrow, 7, 1)
-NSA__PIECE(narrow, 8, 1)
+NSA__PIECE(narrow7, 7, 1, 0)
+NSA__PIECE(narrow8, 8, 1, 0)
 #endif
+NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
+NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -4720,8 +4822,10 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
         const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
         const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
+        nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
+            whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
                 rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
@@ -4736,7 +4840,7 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    nsa__product x = {k, 0, a, b, c, 1};
+    nsa__product x = {k, 0, a, b, c, 1, c->later};
     for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
@@ -5180,35 +5284,60 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
     }
 }
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
+                                                const nsa__packed *b_row) {
+    NSA__ARITHMETIC
+    NSA__V of_b[NSA__VECTORS];
+    NSA__UNROLL
+    for (int j = 0; j < vectors; j++) {
+        of_b[j] = NSA__FROM(b_row + j * NSA__L);
+        NSA__KEEP_IN_REGISTER(of_b[j]);
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V of_a = NSA__T(of_left)(a[i] + at);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+    }
+
+    if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
-    NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
-    NSA__V of_b[NSA__VECTORS];
     ptrdiff_t at = 0, b_at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
-        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
-            NSA__KEEP_IN_REGISTER(of_b[j]);
-        }
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
-        }
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row)
+        NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
+}
 
-        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
+                                                     nsa__product *x) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b_row = x->b->data + x->column;
+    ptrdiff_t at = 0;
+    for (int left = x->k, n; left > 0; left -= n) {
+        while (!x->later->n) x->later++;
+        nsa__lines *lines = x->later;
+        n = left < lines->n ? left : lines->n;
+        for (int p = 0; p < n; p++, at += step, b_row += row) {
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
+            NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
+        }
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
     NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -5235,20 +5364,22 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
         a_first += first * x->a->row;
     NSA__UNROLL
     for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
-    if (!NSA__OF_PAIRS && x->b->rows)
+    if (later)
+        NSA__T(piece_sum_later)(rows, vectors, sum, a, x);
+    else if (!NSA__OF_PAIRS && x->b->rows)
         NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
     else
         NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECE(name, n, vectors)                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
+#define NSA__PIECE(name, n, vectors, later)                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name)(nsa__product * x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, later, x, i);                    \
     }
-#define NSA__PIECES(n)       \
-    NSA__PIECE(narrow, n, 1) \
-    NSA__PIECE(wide, n, NSA__VECTORS)
+#define NSA__PIECES(n)             \
+    NSA__PIECE(narrow##n, n, 1, 0) \
+    NSA__PIECE(wide##n, n, NSA__VECTORS, 0)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -5258,9 +5389,11 @@ NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
 #if NSA__NARROW > 6
-NSA__PIECE(narrow, 7, 1)
-NSA__PIECE(narrow, 8, 1)
+NSA__PIECE(narrow7, 7, 1, 0)
+NSA__PIECE(narrow8, 8, 1, 0)
 #endif
+NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
+NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -5277,8 +5410,10 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
         const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
         const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
+        nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
+            whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
                 rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
@@ -5293,7 +5428,7 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    nsa__product x = {k, 0, a, b, c, 1};
+    nsa__product x = {k, 0, a, b, c, 1, c->later};
     for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
@@ -5762,35 +5897,60 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
     }
 }
 
+NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
+                                                const nsa__packed *b_row) {
+    NSA__ARITHMETIC
+    NSA__V of_b[NSA__VECTORS];
+    NSA__UNROLL
+    for (int j = 0; j < vectors; j++) {
+        of_b[j] = NSA__FROM(b_row + j * NSA__L);
+        NSA__KEEP_IN_REGISTER(of_b[j]);
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V of_a = NSA__T(of_left)(a[i] + at);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+    }
+
+    if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+}
+
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
-    NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
-    NSA__V of_b[NSA__VECTORS];
     ptrdiff_t at = 0, b_at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
-        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
-            NSA__KEEP_IN_REGISTER(of_b[j]);
-        }
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
-        }
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row)
+        NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
+}
 
-        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
+                                                     nsa__product *x) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b_row = x->b->data + x->column;
+    ptrdiff_t at = 0;
+    for (int left = x->k, n; left > 0; left -= n) {
+        while (!x->later->n) x->later++;
+        nsa__lines *lines = x->later;
+        n = left < lines->n ? left : lines->n;
+        for (int p = 0; p < n; p++, at += step, b_row += row) {
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
+            NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
+        }
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
     NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -5817,20 +5977,22 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
         a_first += first * x->a->row;
     NSA__UNROLL
     for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
-    if (!NSA__OF_PAIRS && x->b->rows)
+    if (later)
+        NSA__T(piece_sum_later)(rows, vectors, sum, a, x);
+    else if (!NSA__OF_PAIRS && x->b->rows)
         NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
     else
         NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
     NSA__T(piece_end)(rows, vectors, sum, x, first);
 }
 
-#define NSA__PIECE(name, n, vectors)                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
+#define NSA__PIECE(name, n, vectors, later)                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name)(nsa__product * x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, later, x, i);                    \
     }
-#define NSA__PIECES(n)       \
-    NSA__PIECE(narrow, n, 1) \
-    NSA__PIECE(wide, n, NSA__VECTORS)
+#define NSA__PIECES(n)             \
+    NSA__PIECE(narrow##n, n, 1, 0) \
+    NSA__PIECE(wide##n, n, NSA__VECTORS, 0)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -5840,9 +6002,11 @@ NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
 #if NSA__NARROW > 6
-NSA__PIECE(narrow, 7, 1)
-NSA__PIECE(narrow, 8, 1)
+NSA__PIECE(narrow7, 7, 1, 0)
+NSA__PIECE(narrow8, 8, 1, 0)
 #endif
+NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
+NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -5859,8 +6023,10 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
         const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
         const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
+        nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
+            whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
                 rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
@@ -5875,7 +6041,7 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    nsa__product x = {k, 0, a, b, c, 1};
+    nsa__product x = {k, 0, a, b, c, 1, c->later};
     for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
@@ -6118,7 +6284,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 /* See nsa__pairs. */
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
-    nsa__product x = {k, 0, a, b, c, factor};
+    nsa__product x = {k, 0, a, b, c, factor, c->later};
     NSA__T(product)(m, n, &x);
 }
 
@@ -8069,6 +8235,23 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
+/* Adds the lines of n rows of x from key `begin` on, as far as there are keys. Returns their end,
+   or NULL if less than a piece's rows follow each other. */
+static nsa__lines *nsa__add_lines(nsa__lines *to, const nsa__head_job *job, const nsa_tensor *x,
+                                  int width, int begin, int n) {
+    const ptrdiff_t bytes = (ptrdiff_t)nsa__row_bytes(x, width);
+    const int end = (int)nsa__min((int64_t)begin + n, job->keys);
+    const ptrdiff_t number = (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+    if (end - begin > 1 && (ptrdiff_t)x->token * number != bytes) return NULL;
+    for (int some; begin < end; begin += some, to++) {
+        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
+        if (some < end - begin && some < NSA__KEYS_AT_ONCE) return NULL;
+        to->at = (const char *)nsa__key(job, x, begin);
+        to->n = (int)nsa__ceil_div(some * bytes, 64);
+    }
+    return to;
+}
+
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 
@@ -8262,23 +8445,39 @@ static int nsa__keys_at_once(const nsa_tensor *k, int width) {
     return keys > piece ? keys - keys % piece : (int)nsa__max(keys, NSA__KEYS_LEAST);
 }
 
+/* What is read after the scores of a batch: its values, unless only scores are wanted, and keys of
+   the next tile. Returns NULL if their rows lie apart. */
+static nsa__lines *nsa__in_place_later(const nsa__in_place *f, const nsa__head_job *job,
+                                       const nsa__batch *b, nsa__lines *later) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__lines no_more = {(const char *)f->q_t, INT_MAX};
+    nsa__lines *end = later;
+    if (p->x->v.data) end = nsa__add_lines(end, job, &p->x->v, p->v.width, b->key, b->present);
+    if (end) end = nsa__add_lines(end, job, &p->x->k, p->k.width, b->next_key, b->present);
+    if (!end) return NULL;
+    *end = no_more;
+    return later;
+}
+
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
-   still in L1 when it is multiplied. Before each part of the product its values and the next
-   tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
+   still in L1 when it is multiplied. What is read later is prefetched meanwhile or, where rows lie
+   apart, before each part. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
                                   const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
+    nsa__lines room[2 * NSA__TILE + 1], *later = nsa__in_place_later(f, job, b, room);
     const int ahead = b->next_key, begin = b->key, n = b->present;
-    const int at_once = nsa__keys_at_once(&p->x->k, p->k.width);
+    const int at_once = keys->data && later ? n : nsa__keys_at_once(&p->x->k, p->k.width);
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0, some; i < n; i += some) {
         some = (int)nsa__min(at_once, n - i);
         nsa__matrix k = *keys;
-        const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        if (p->x->v.data) /* scores of blocks have no values */
+        const nsa__result s_t = {
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, later};
+        if (!later && p->x->v.data)
             nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        if (!later) nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
         else if (k.rows)
@@ -8653,7 +8852,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__operand *v = &p->v;
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__matrix values = {nsa__packed_rows(job, NSA__OF_V, b->key), v->wide, 1, NULL};
-    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
+    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
     nsa__batch_scores(&f->in_place, job, b, f->q, apart, scores);
@@ -8970,7 +9169,7 @@ static void nsa__split_sums(nsa__split *s, nsa__part *part) {
     nsa__split_await(&s->joined, part->nth);
     for (int i = 0; i < part->n; i++) {
         const nsa__batch *b = &part->batches[i];
-        const nsa__result out = {s->f.out, wide, b->row, 1, part->of[i].shrink};
+        const nsa__result out = {s->f.out, wide, b->row, 1, part->of[i].shrink, NULL};
         p->tiles->join(b->rows, wide, part->sums[i], &out);
         nsa__forward_note(&s->f, s->job, b, part->nonfinite[i] << b->begin);
     }
@@ -9389,7 +9588,7 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
                                   const nsa__scored *x, const nsa__packed *ds, int n,
                                   const nsa__matrix *keys) {
     const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->cut.tile), 1, NULL};
-    const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL};
+    const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL, NULL};
     if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
 }
 
@@ -9398,7 +9597,7 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
 static nsa__result nsa__backward_sums(const nsa__backward *f, const nsa__head_job *job, int i,
                                       ptrdiff_t key) {
     const int wide = nsa__operand_at(job->plan, i)->wide;
-    const nsa__result sums = {job->sum[i] + key * wide, wide, NULL, 1, f->ones};
+    const nsa__result sums = {job->sum[i] + key * wide, wide, NULL, 1, f->ones, NULL};
     return sums;
 }
 
@@ -9516,7 +9715,7 @@ static void nsa__alone_add(nsa__backward *f, const nsa__head_job *own) {
     const int n = nsa__alone_keys(f, own, f->pending_tile[f->oldest]), tile = p->cut.tile;
     const nsa__scored x = {p->group, n, p->group, 0, NULL, NULL};
     for (int i = 0; i < 2; i++) {
-        const nsa__result sum = {own->sum[i], nsa__operand_at(p, i)->wide, f->keys, 1, NULL};
+        const nsa__result sum = {own->sum[i], nsa__operand_at(p, i)->wide, f->keys, 1, NULL, NULL};
         if (own->sum[i]) nsa__backward_keys(f, p, i, &x, nsa__share(f, p, i, f->oldest), &sum);
     }
     for (int i = 0; i < n; i++)

@@ -184,7 +184,7 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
                                   const nsa__scored *x, const nsa__packed *ds, int n,
                                   const nsa__matrix *keys) {
     const nsa__matrix left = {ds, nsa__rows_over(&p->k, p->cut.tile), 1, NULL};
-    const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL};
+    const nsa__result dq = {f->dq, p->k.wide, x->row, 1, NULL, NULL};
     if (p->dx->q.data) nsa__product_over(&p->k, x->rows, n, &left, keys, &dq);
 }
 
@@ -193,7 +193,7 @@ static void nsa__backward_queries(const nsa__backward *f, const nsa__attend_plan
 static nsa__result nsa__backward_sums(const nsa__backward *f, const nsa__head_job *job, int i,
                                       ptrdiff_t key) {
     const int wide = nsa__operand_at(job->plan, i)->wide;
-    const nsa__result sums = {job->sum[i] + key * wide, wide, NULL, 1, f->ones};
+    const nsa__result sums = {job->sum[i] + key * wide, wide, NULL, 1, f->ones, NULL};
     return sums;
 }
 
@@ -311,7 +311,7 @@ static void nsa__alone_add(nsa__backward *f, const nsa__head_job *own) {
     const int n = nsa__alone_keys(f, own, f->pending_tile[f->oldest]), tile = p->cut.tile;
     const nsa__scored x = {p->group, n, p->group, 0, NULL, NULL};
     for (int i = 0; i < 2; i++) {
-        const nsa__result sum = {own->sum[i], nsa__operand_at(p, i)->wide, f->keys, 1, NULL};
+        const nsa__result sum = {own->sum[i], nsa__operand_at(p, i)->wide, f->keys, 1, NULL, NULL};
         if (own->sum[i]) nsa__backward_keys(f, p, i, &x, nsa__share(f, p, i, f->oldest), &sum);
     }
     for (int i = 0; i < n; i++)

@@ -114,7 +114,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__operand *v = &p->v;
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__matrix values = {nsa__packed_rows(job, NSA__OF_V, b->key), v->wide, 1, NULL};
-    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink};
+    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
     nsa__batch_scores(&f->in_place, job, b, f->q, apart, scores);

@@ -75,23 +75,39 @@ static int nsa__keys_at_once(const nsa_tensor *k, int width) {
     return keys > piece ? keys - keys % piece : (int)nsa__max(keys, NSA__KEYS_LEAST);
 }
 
+/* What is read after the scores of a batch: its values, unless only scores are wanted, and keys of
+   the next tile. Returns NULL if their rows lie apart. */
+static nsa__lines *nsa__in_place_later(const nsa__in_place *f, const nsa__head_job *job,
+                                       const nsa__batch *b, nsa__lines *later) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__lines no_more = {(const char *)f->q_t, INT_MAX};
+    nsa__lines *end = later;
+    if (p->x->v.data) end = nsa__add_lines(end, job, &p->x->v, p->v.width, b->key, b->present);
+    if (end) end = nsa__add_lines(end, job, &p->x->k, p->k.width, b->next_key, b->present);
+    if (!end) return NULL;
+    *end = no_more;
+    return later;
+}
+
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
-   still in L1 when it is multiplied. Before each part of the product its values and the next
-   tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
+   still in L1 when it is multiplied. What is read later is prefetched meanwhile or, where rows lie
+   apart, before each part. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
                                   const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
+    nsa__lines room[2 * NSA__TILE + 1], *later = nsa__in_place_later(f, job, b, room);
     const int ahead = b->next_key, begin = b->key, n = b->present;
-    const int at_once = nsa__keys_at_once(&p->x->k, p->k.width);
+    const int at_once = keys->data && later ? n : nsa__keys_at_once(&p->x->k, p->k.width);
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0, some; i < n; i += some) {
         some = (int)nsa__min(at_once, n - i);
         nsa__matrix k = *keys;
-        const nsa__result s_t = nsa__result_at(f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0);
-        if (p->x->v.data) /* scores of blocks have no values */
+        const nsa__result s_t = {
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, later};
+        if (!later && p->x->v.data)
             nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        if (!later) nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
         if (!k.data)
             k = nsa__rows_widened(f, job, &p->x->k, &p->k, begin + i, some);
         else if (k.rows)

@@ -233,7 +233,7 @@ static void nsa__split_sums(nsa__split *s, nsa__part *part) {
     nsa__split_await(&s->joined, part->nth);
     for (int i = 0; i < part->n; i++) {
         const nsa__batch *b = &part->batches[i];
-        const nsa__result out = {s->f.out, wide, b->row, 1, part->of[i].shrink};
+        const nsa__result out = {s->f.out, wide, b->row, 1, part->of[i].shrink, NULL};
         p->tiles->join(b->rows, wide, part->sums[i], &out);
         nsa__forward_note(&s->f, s->job, b, part->nonfinite[i] << b->begin);
     }

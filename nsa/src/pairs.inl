@@ -5,7 +5,7 @@
 /* See nsa__pairs. */
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
-    nsa__product x = {k, 0, a, b, c, factor};
+    nsa__product x = {k, 0, a, b, c, factor, c->later};
     NSA__T(product)(m, n, &x);
 }
 

@@ -21,6 +21,13 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
+/* Lines that follow each other and are read after a product, which prefetches one in each step of
+   its sums: many at once would fill the queue of misses. The last of some has no end. */
+typedef struct nsa__lines {
+    const char *at;
+    int n;
+} nsa__lines;
+
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    scale[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
@@ -29,11 +36,12 @@ typedef struct nsa__result {
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *scale; /* a factor for each row of the product, NULL: 1 */
+    nsa__lines *later;     /* prefetched meanwhile, or NULL */
 } nsa__result;
 
 /* All rows in order, without a factor. */
 static nsa__result nsa__result_at(nsa_real *data, ptrdiff_t row, int add) {
-    const nsa__result result = {data, row, NULL, add, NULL};
+    const nsa__result result = {data, row, NULL, add, NULL, NULL};
     return result;
 }
 
@@ -42,9 +50,10 @@ typedef struct nsa__product {
     int k, column;
     const nsa__matrix *a, *b;
     const nsa__result *c;
-    nsa_real factor; /* of pairs */
+    nsa_real factor;   /* of pairs */
+    nsa__lines *later; /* those that are left */
 } nsa__product;
-typedef void nsa__pieces(const nsa__product *x, int i, int m);
+typedef void nsa__pieces(nsa__product *x, int i, int m);
 
 /* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
 typedef struct nsa__scored {

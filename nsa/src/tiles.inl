@@ -213,41 +213,68 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
     }
 }
 
+/* A step of the sums: a column of a times a row of b. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
+                                                const nsa__packed *b_row) {
+    NSA__ARITHMETIC
+    NSA__V of_b[NSA__VECTORS];
+    NSA__UNROLL
+    for (int j = 0; j < vectors; j++) {
+        of_b[j] = NSA__FROM(b_row + j * NSA__L);
+        NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V of_a = NSA__T(of_left)(a[i] + at);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+    }
+    /* of a lone chain GCC, if it tunes for some machines, would make products and sums */
+    if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+}
+
 /* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
    its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
-    NSA__ARITHMETIC
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
     const int *b_rows = x->b->rows;
-    NSA__V of_b[NSA__VECTORS];
     ptrdiff_t at = 0, b_at = 0;
-    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row) {
-        const nsa__packed *b_row = b + (listed ? b_rows[p] * row : b_at);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
-            NSA__KEEP_IN_REGISTER(of_b[j]); /* or each of the multiply-adds would load it again */
+    for (int p = 0, k = x->k; p < k; p++, at += step, b_at += row)
+        NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
+}
+
+/* The same, and in each step a line of what is read later. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
+                                                     nsa__product *x) {
+    const ptrdiff_t step = x->a->step, row = x->b->row;
+    const nsa__packed *b_row = x->b->data + x->column;
+    ptrdiff_t at = 0;
+    for (int left = x->k, n; left > 0; left -= n) {
+        while (!x->later->n) x->later++;
+        nsa__lines *lines = x->later;
+        n = left < lines->n ? left : lines->n;
+        for (int p = 0; p < n; p++, at += step, b_row += row) {
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
+            NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(of_left)(a[i] + at);
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
-        }
-        /* of a lone chain GCC, if it tunes for some machines, would make products and sums */
-        if (rows * vectors == 1) NSA__KEEP_IN_REGISTER(sum[0][0]);
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
-/* A piece of c in registers: rows x vectors, constants once this is inlined. With `add` alone its
-   chains begin with the c that is there. With `scale` they begin with 0 and scale c is added at the
-   end. Softmax adds many tiles to a row: a chain for each tile rounds less than one chain through
-   all of them. */
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__product *x,
+/* A piece of c in registers: rows x vectors and `later`, constants once this is inlined. With `add`
+   alone its chains begin with the c that is there. With `scale` they begin with 0 and scale c is
+   added at the end. Softmax adds many tiles to a row: a chain for each tile rounds less than one
+   chain through all of them. */
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
     NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -274,7 +301,9 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
         a_first += first * x->a->row;
     NSA__UNROLL
     for (int i = 0; i < rows; i++) a[i] = a_first + (of_a ? of_a[i] : i) * x->a->row;
-    if (!NSA__OF_PAIRS && x->b->rows) /* see nsa__pairs */
+    if (later)
+        NSA__T(piece_sum_later)(rows, vectors, sum, a, x);
+    else if (!NSA__OF_PAIRS && x->b->rows) /* see nsa__pairs */
         NSA__T(piece_sum)(rows, vectors, 1, sum, a, x);
     else
         NSA__T(piece_sum)(rows, vectors, 0, sum, a, x);
@@ -283,13 +312,13 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, const nsa__pro
 
 /* Rows i .. m - 1 in pieces of one vector, and of NSA__VECTORS. These are functions, as in one they
    would have too few registers, and clang holds the sums of narrow ones in memory. */
-#define NSA__PIECE(name, n, vectors)                                                             \
-    NSA__TARGET NSA__NOINLINE static void NSA__T(name##n)(const nsa__product *x, int i, int m) { \
-        for (; i < m; i += n) NSA__T(piece)(n, vectors, x, i);                                   \
+#define NSA__PIECE(name, n, vectors, later)                                              \
+    NSA__TARGET NSA__NOINLINE static void NSA__T(name)(nsa__product * x, int i, int m) { \
+        for (; i < m; i += n) NSA__T(piece)(n, vectors, later, x, i);                    \
     }
-#define NSA__PIECES(n)       \
-    NSA__PIECE(narrow, n, 1) \
-    NSA__PIECE(wide, n, NSA__VECTORS)
+#define NSA__PIECES(n)             \
+    NSA__PIECE(narrow##n, n, 1, 0) \
+    NSA__PIECE(wide##n, n, NSA__VECTORS, 0)
 NSA__PIECES(1)
 NSA__PIECES(2)
 NSA__PIECES(3)
@@ -299,9 +328,11 @@ NSA__PIECES(5)
 NSA__PIECES(6)
 #endif
 #if NSA__NARROW > 6
-NSA__PIECE(narrow, 7, 1)
-NSA__PIECE(narrow, 8, 1)
+NSA__PIECE(narrow7, 7, 1, 0)
+NSA__PIECE(narrow8, 8, 1, 0)
 #endif
+NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
+NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -321,8 +352,10 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
         const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
         const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
         const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
+        nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
-            NSA__T(pieces)[most - 1][wide](x, 0, m - shared);
+            whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
                 rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
@@ -338,7 +371,7 @@ NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c) {
     NSA__ARITHMETIC
-    nsa__product x = {k, 0, a, b, c, 1};
+    nsa__product x = {k, 0, a, b, c, 1, c->later};
     for (int j = NSA__T(product)(m, n, &x); j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a->data + (a->rows ? a->rows[i] : i) * a->row;
