@@ -211,15 +211,44 @@ static nsa__result nsa__backward_part(const nsa__backward *f, const nsa__attend_
     return nsa__result_at(share + (ptrdiff_t)b->begin * wide, wide, !first);
 }
 
+/* Adds the lines of so many numbers, if they are there. */
+static nsa__lines *nsa__add_numbers(nsa__lines *to, const nsa_real *at, ptrdiff_t numbers) {
+    const nsa__lines lines = {(const char *)at, (int)(numbers * (ptrdiff_t)sizeof *at / 64)};
+    *to = lines;
+    return at ? to + 1 : to;
+}
+
+/* What the next tile's products read and add to, which the first batch of a tile prefetches: a
+   tile of all heads at once is more than L2 has, and the next one of a list may lie anywhere. */
+static nsa__lines *nsa__backward_later(const nsa__backward *f, const nsa__head_job *job,
+                                       const nsa__batch *b, nsa__lines *later) {
+    const nsa__attend_plan *p = job->plan;
+    const ptrdiff_t tile = p->cut.tile, next = b->next_key;
+    const nsa__lines no_more = {(const char *)later, INT_MAX};
+    nsa__lines *to = later;
+    if (next >= job->keys || b->query != f->iter.tile_query) return NULL;
+    for (int i = 0; i < 2; i++) {
+        const nsa__operand *o = nsa__operand_at(p, i);
+        const nsa_real *sum = job->sum[i] ? job->sum[i] + next * o->wide : NULL;
+        to = nsa__add_numbers(to, nsa__packed_columns(job, i, next), tile * o->depth);
+        to = nsa__add_numbers(to, sum, tile * o->wide);
+    }
+    to = nsa__add_numbers(to, nsa__packed_rows(job, NSA__OF_K, next),
+                          nsa__rows_over(&p->k, tile) * p->k.wide);
+    *to = no_more;
+    return later;
+}
+
 /* s = q k^T, dp = dout v^T, then p and ds, and the gradients' products from these */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     const nsa__scored x = nsa__batch_scored(p, b);
+    nsa__lines room[6], *later = nsa__backward_later(f, job, b, room);
     for (int i = 0; i < 2; i++) {
         const nsa__operand *o = nsa__operand_at(p, i);
         const nsa__matrix rows = {f->rows[i], o->stride, 1, b->row};
         const nsa__matrix columns = {nsa__packed_columns(job, i, b->key), p->cut.tile, 1, NULL};
-        const nsa__result scores = nsa__result_at(f->left[!i], p->cut.tile, 0);
+        const nsa__result scores = {f->left[!i], p->cut.tile, NULL, 0, NULL, later};
         nsa__product_along(o, x.rows, x.n, &rows, &columns, &scores);
     }
     const nsa__packed *ds = nsa__backward_weights(f, p, &x, f->left);
