@@ -31,8 +31,13 @@ bool train_same_settings(const config *c, dist *d, fault *f) {
 
 /* Which process differs, or -1. To start again would find the same: the launch is refused. */
 static bool compare(trainer *t, const uint64_t *sums, int count, int *rank, int *which, fault *f) {
+    int64_t none = 0;
+    int unused;
+    fault lost;
     if (!dist_same(t->dist, sums, count, rank, which, f)) return false;
     t->starved = *rank >= 0 && t->state.step < t->first_step;
+    /* none ends the run before all have seen it: those would fail at another's end instead */
+    if (*rank >= 0) (void)dist_largest(t->dist, &none, &unused, &lost);
     return true;
 }
 
