@@ -265,6 +265,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
             NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
+        if (lines->n == INT_MAX) continue; /* those without end are the same each time */
         lines->at += (ptrdiff_t)n * 64;
         lines->n -= n;
     }
