@@ -3311,7 +3311,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     NSA__T(halves) numbers;
     memcpy(&numbers, x, sizeof numbers);
+#ifdef NSA__OF_HALVES
+    NSA__T(bits) bits;
+    NSA__OF_HALVES(bits, numbers);
+    return bits;
+#else
     return __builtin_convertvector(numbers, NSA__T(bits));
+#endif
 }
 #else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
@@ -3876,6 +3882,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 #endif
 
@@ -3950,7 +3957,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     NSA__T(halves) numbers;
     memcpy(&numbers, x, sizeof numbers);
+#ifdef NSA__OF_HALVES
+    NSA__T(bits) bits;
+    NSA__OF_HALVES(bits, numbers);
+    return bits;
+#else
     return __builtin_convertvector(numbers, NSA__T(bits));
+#endif
 }
 #else
 
@@ -4478,6 +4491,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 #endif
 
@@ -4548,7 +4562,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     NSA__T(halves) numbers;
     memcpy(&numbers, x, sizeof numbers);
+#ifdef NSA__OF_HALVES
+    NSA__T(bits) bits;
+    NSA__OF_HALVES(bits, numbers);
+    return bits;
+#else
     return __builtin_convertvector(numbers, NSA__T(bits));
+#endif
 }
 #else
 
@@ -5076,6 +5096,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 #endif
 
@@ -5137,7 +5158,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     NSA__T(halves) numbers;
     memcpy(&numbers, x, sizeof numbers);
+#ifdef NSA__OF_HALVES
+    NSA__T(bits) bits;
+    NSA__OF_HALVES(bits, numbers);
+    return bits;
+#else
     return __builtin_convertvector(numbers, NSA__T(bits));
+#endif
 }
 #else
 
@@ -5665,6 +5692,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 #endif
 
@@ -5675,7 +5703,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
    changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
    the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
    subnormal numbers for 0. NSA__ROUND(halves, x) rounds a vector of f32 to bf16 in one
-   instruction. */
+   instruction, and NSA__OF_HALVES(x, halves) widens one, which GCC does in two parts. */
 #if defined(NSA__HAS_BF16_BY_HAND)
 #include NSA__BF16_BY_HAND
 #elif defined(NSA__HAS_AVX512_BF16)
@@ -5689,7 +5717,8 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
-#define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
+#define NSA__ROUND(halves, x)     __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
+#define NSA__OF_HALVES(x, halves) __asm__("vpmovzxwd {%1, %0|%0, %1}" : "=v"(x) : "vm"(halves))
 #elif defined(NSA__HAS_NEON_BF16)
 #ifdef __clang__
 #define NSA__BFDOT __attribute__((__target__("bf16")))
@@ -5751,7 +5780,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     NSA__T(halves) numbers;
     memcpy(&numbers, x, sizeof numbers);
+#ifdef NSA__OF_HALVES
+    NSA__T(bits) bits;
+    NSA__OF_HALVES(bits, numbers);
+    return bits;
+#else
     return __builtin_convertvector(numbers, NSA__T(bits));
+#endif
 }
 #else
 
@@ -6279,6 +6314,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 #endif
 
@@ -6382,6 +6418,7 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 
 #endif

@@ -98,4 +98,5 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS

@@ -229,7 +229,7 @@ typedef struct nsa__pairs {
    changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
    the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
    subnormal numbers for 0. NSA__ROUND(halves, x) rounds a vector of f32 to bf16 in one
-   instruction. */
+   instruction, and NSA__OF_HALVES(x, halves) widens one, which GCC does in two parts. */
 #if defined(NSA__HAS_BF16_BY_HAND)
 #include NSA__BF16_BY_HAND
 #elif defined(NSA__HAS_AVX512_BF16)
@@ -243,7 +243,8 @@ typedef struct nsa__pairs {
 #define NSA__KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
-#define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
+#define NSA__ROUND(halves, x)     __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
+#define NSA__OF_HALVES(x, halves) __asm__("vpmovzxwd {%1, %0|%0, %1}" : "=v"(x) : "vm"(halves))
 #elif defined(NSA__HAS_NEON_BF16)
 #ifdef __clang__
 #define NSA__BFDOT __attribute__((__target__("bf16")))

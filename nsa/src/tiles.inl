@@ -53,7 +53,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     NSA__T(halves) numbers;
     memcpy(&numbers, x, sizeof numbers);
+#ifdef NSA__OF_HALVES
+    NSA__T(bits) bits;
+    NSA__OF_HALVES(bits, numbers);
+    return bits;
+#else
     return __builtin_convertvector(numbers, NSA__T(bits));
+#endif
 }
 #else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
@@ -618,5 +624,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__OF_F16
 #undef NSA__DOT
 #undef NSA__ROUND
+#undef NSA__OF_HALVES
 #undef NSA__OF_PAIRS
 #endif
