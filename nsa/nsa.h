@@ -2302,9 +2302,10 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE,                                                                             \
-      "first and count must be >= 0, and first + count <= tokens (unless mask is "                 \
-      "NSA_MASK_NONE, without begins and firsts, on the CPU); of every sequence "                  \
-      "too, and no count above desc.count: nsa_check_pages says where")                            \
+      "first, count and query must be >= 0, first + count <= tokens and query < tokens (unless "   \
+      "mask is NSA_MASK_NONE, without begins and firsts, on the CPU), firsts and counts of every " \
+      "sequence too, and no count above desc.count: nsa_check_pages says where; a sequence must "  \
+      "be in 0..batch-1")                                                                          \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \

@@ -536,6 +536,7 @@ static void test_refused_caches(world *w) {
                   !strcmp(nsa_status_where(calls[i].s), calls[i].where),
               "call %zu: %s (%s), not of %s", i, nsa_status_name(calls[i].s),
               nsa_status_where(calls[i].s), calls[i].where);
+    CHECK(strstr(nsa_status_text(nsa_cache_rewind(c, -1, 0)), "sequence must be in 0"), "its rule");
     CHECK(nsa_decode_workspace_size(x, c, -1) == 0 && nsa_decode_workspace_size(x, NULL, 1) == 0 &&
               nsa_decode_workspace_size(NULL, c, 1) == 0,
           "sizes for what is refused are 0");

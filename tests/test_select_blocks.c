@@ -331,6 +331,7 @@ static void test_rank_refusals(void) {
     s = nsa_rank_blocks(scores, -1, &d, list);
     CHECK(nsa_status_kind(s) != NSA_OK && !strcmp(nsa_status_where(s), "query"), "%s",
           nsa_status_where(s));
+    CHECK(strstr(nsa_status_text(s), "query < tokens"), "what is allowed: %s", nsa_status_text(s));
     d.mask = NSA_MASK_NONE; /* where queries need no place among the keys */
     if (!CHECKS_CUDA) CHECK_OK("a query behind all keys", nsa_rank_blocks(scores, 1024, &d, list));
     d.mask = NSA_MASK_CAUSAL;
