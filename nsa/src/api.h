@@ -248,8 +248,8 @@ typedef enum nsa_products {
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
     NSA_FORCED_ON_TOP, /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
-    NSA_FORCED_TAIL    /* as on top, but only blocks that lie wholly at or before t have a score;
-                          slc_local is 0 or 1: 1 takes the block at t too, if it is not whole */
+    NSA_FORCED_TAIL    /* as on top, but only of blocks that lie wholly at or before t; slc_local
+                          is 0 or 1: 1 takes the block at t too, if it is not whole */
 } nsa_forced;
 
 /* How p_cmp, summed over the heads of a group, becomes the score of a selection block. */
@@ -352,7 +352,8 @@ NSA_API nsa_status nsa_check_pages(const nsa_desc *d, nsa_page_fault *fault);
 /* N(T): compressed blocks of T tokens; and N(t + 1): those that lie wholly at or before t. */
 NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens);
 NSA_API int nsa_cmp_visible(const nsa_desc *d, int query);
-/* Selection blocks of T tokens, the last may be short; and t / l' + 1: those that t may select. */
+/* Selection blocks of T tokens, the last may be short; and those that t may select: t / l' + 1, but
+   whole ones of NSA_FORCED_TAIL without slc_local. (Without a mask t is as the last token here.) */
 NSA_API int nsa_slc_count(const nsa_desc *d, int tokens);
 NSA_API int nsa_slc_candidates(const nsa_desc *d, int query);
 /* The first token of t's window. */
@@ -367,7 +368,6 @@ NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int
    compressed block. The arrays are the caller's: indptr holds nsa_slc_count(d, tokens) + 1 entries,
    indices and weights nsa_block_map_size(d, tokens). */
 NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens);
-/* Row j of the CSR has the compressed blocks that overlap selection block j. */
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights);
 
