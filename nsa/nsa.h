@@ -532,7 +532,7 @@ NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_att
    bit of the other; its out is not read. With it slc and win become one softmax, keys are split
    over owners, and an attention sink is a part whose out is 0 and whose lse is the sink's logit
    (views with strides of 0 need one row of each; such gradients are sums, on CUDA refused). An lse
-   of +inf or NaN makes its row NaN, out and lse, and no other: no sum of keys is infinite. */
+   of +inf or NaN makes its row NaN, out and lse, if both have keys: no sum of keys is infinite. */
 typedef struct nsa_merge {
     nsa_tensor out_a, out_b; /* (B, count, H, Dv) */
     nsa_tensor lse_a, lse_b; /* (B, count, H) of dtype NSA_REAL_DTYPE */
