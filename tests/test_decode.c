@@ -506,6 +506,24 @@ static void test_refused_views(const world *w) {
     }
 }
 
+/* What a cache's descriptor may not say: it knows positions and rows, and is causal. */
+static void test_refused_options(world *w) {
+    enum { OPTIONS = 4 };
+    static const int32_t some[] = {0};
+    nsa_desc bad[OPTIONS];
+    const char *const where[] = {"mask", "firsts", "counts", "pages"};
+    for (int i = 0; i < OPTIONS; i++) bad[i] = describe(w->g, SEQUENCES);
+    bad[0].mask = NSA_MASK_NONE, bad[1].firsts = bad[2].counts = bad[3].pages = some;
+    bad[3].page_tokens = bad[3].cmp_stride;
+    for (int i = 0; i < OPTIONS; i++) {
+        nsa_cache none;
+        const nsa_status s = nsa_cache_init(&none, &bad[i], w->g->dtype, 0, NULL, 0);
+        CHECK(nsa_status_kind(s) == NSA_ERROR_OPTION && !strcmp(nsa_status_where(s), where[i]),
+              "%s: %s (%s)", where[i], nsa_status_name(s), nsa_status_where(s));
+        CHECK(nsa_cache_size(&bad[i], w->g->dtype, 0) == 0, "%s has a size", where[i]);
+    }
+}
+
 /* Caches and sequences that are not there, numbers below 0. */
 static void test_refused_caches(world *w) {
     nsa_cache *c = &w->cache, none;
@@ -774,7 +792,7 @@ int main(int argc, char **argv) {
             test_schedules(&w, schedules, 24);
             test_refusals(&w);
             test_refused_views(&w);
-            test_refused_caches(&w);
+            test_refused_options(&w), test_refused_caches(&w);
             if (w.g->max_rewind >= 2 && w.g->max_rewind < TOKENS / 2) test_turns(&w);
             if (w.g->w < 16 && w.g->max_rewind) test_taken_back(&w);
             test_full(&w, 1);

@@ -455,7 +455,8 @@ static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
 static nsa_status nsa__check_decodes(const nsa_desc *d) {
     if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
     if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
-    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    if (d->firsts || d->counts)
+        return nsa__error(NSA_ERROR_OPTION, d->firsts ? NSA__AT_firsts : NSA__AT_counts);
     return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
 }
 
