@@ -8560,7 +8560,7 @@ static int nsa__keys_at_once(const nsa_tensor *k, int width) {
 }
 
 /* What is read after the scores of a batch: its values, unless only scores are wanted, and keys of
-   the next tile, which are left to sums that have the time. Returns NULL if rows lie apart. */
+   the next tile, which are left to sums that have the time. Returns NULL if their rows lie apart. */
 static nsa__lines *nsa__in_place_later(nsa__in_place *f, const nsa__head_job *job,
                                        const nsa__batch *b, nsa__lines *later) {
     const nsa__attend_plan *p = job->plan;
