@@ -3121,18 +3121,12 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
-/* Lines that follow each other and are read after a product, which prefetches one or two in each
-   step of its sums: many at once would fill the queue of misses. The last of some has no end. */
+/* Lines that follow each other and are read after a product, which prefetches one in each step of
+   its sums: many at once would fill the queue of misses. The last of some has no end. */
 typedef struct nsa__lines {
     const char *at;
-    int n; /* even, or INT_MAX: no end */
+    int n;
 } nsa__lines;
-
-/* 1 if all of some are `steps` or fewer. */
-static int nsa__lines_fit(const nsa__lines *of, int steps) {
-    for (; of && of->n != INT_MAX; of++) steps -= of->n;
-    return of && steps >= 0;
-}
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    scale[i] times what is there; softmax needs this to shrink a row's earlier sums. */
@@ -3270,14 +3264,11 @@ typedef struct nsa__pairs {
    extension a vector is one number. */
 
 /* Rows of a piece of one vector: two units of multiply-adds, each with a latency of four cycles,
-   would wait for fewer chains than eight; VDPBF16PS has a latency of six, and of more rows a vector
-   of b is read less often. */
+   would wait for fewer chains than eight. */
 #if NSA__BYTES == 64
 #define NSA__NARROW 8
-#define NSA__TALL   12
 #else
 #define NSA__NARROW NSA__ROWS
-#define NSA__TALL   NSA__ROWS
 #endif
 
 /* How a product adds up. A set that defines it has products of bf16 alone. */
@@ -3443,7 +3434,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 
 /* Where the rows of a piece are in the result. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__TALL]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -3457,10 +3448,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 /* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
    two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -3490,8 +3481,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 /* A step of the sums: a column of a times a row of b. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
-                                                NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                const nsa__packed *a[NSA__TALL], ptrdiff_t at,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
                                                 const nsa__packed *b_row) {
     NSA__ARITHMETIC
     NSA__V of_b[NSA__VECTORS];
@@ -3513,8 +3504,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
 /* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
    its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__TALL],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
@@ -3524,28 +3515,25 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
         NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
 }
 
-/* The same, and in each step a line of what is read later; two if it has the time. */
+/* The same, and in each step a line of what is read later. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
-                                                     NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                     const nsa__packed *a[NSA__TALL],
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
                                                      nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b_row = x->b->data + x->column;
-    const int at_once = vectors > 1 ? 2 : 1;
     ptrdiff_t at = 0;
     for (int left = x->k, n; left > 0; left -= n) {
         while (!x->later->n) x->later++;
         nsa__lines *lines = x->later;
-        n = left < lines->n / at_once ? left : lines->n / at_once;
+        n = left < lines->n ? left : lines->n;
         for (int p = 0; p < n; p++, at += step, b_row += row) {
-            const char *line = lines->at + (ptrdiff_t)p * at_once * 64;
-            NSA__PREFETCH(line, 2);
-            if (at_once > 1) NSA__PREFETCH(line + 64, 2);
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
         if (lines->n == INT_MAX) continue; /* those without end are the same each time */
-        lines->at += (ptrdiff_t)n * at_once * 64;
-        lines->n -= n * at_once;
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
@@ -3555,11 +3543,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
    chain through all of them. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__TALL][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__TALL], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -3611,10 +3599,7 @@ NSA__PIECE(narrow7, 7, 1, 0)
 NSA__PIECE(narrow8, 8, 1, 0)
 #endif
 NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
-NSA__PIECE(tall_later, NSA__TALL, 1, 1)
 NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
-static nsa__pieces *const NSA__T(later)[] = {NSA__T(narrow_later), NSA__T(wide_later),
-                                             NSA__T(tall_later)};
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -3627,21 +3612,19 @@ static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
 };
 
 /* The columns that whole vectors hold, in pieces of NSA__VECTORS, then in single vectors. The last
-   two pieces of m rows share what is left if it is little, because that waits for its own sums.
-   Returns how many columns these are. */
+   two pieces of m rows share what is left, because one of few rows waits for its own sums. Returns
+   how many columns these are. */
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
     for (int wide = 1; wide >= 0; wide--) {
-        const int vectors = wide ? NSA__VECTORS : 1, columns = vectors * NSA__L;
-        const int tall = !wide && nsa__lines_fit(x->later, m / NSA__TALL * x->k);
-        const int some = wide ? NSA__ROWS : NSA__NARROW, most = tall ? NSA__TALL : some;
-        const int rest = m % most, few = rest * vectors < NSA__NARROW;
-        const int shared = rest && few && m > most ? most + rest : rest;
-        nsa__pieces *const later = NSA__T(later)[tall ? 2 : wide];
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
         nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
             whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = (int)nsa__ceil_div(m - i, nsa__ceil_div(m - i, some));
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -3892,7 +3875,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -3934,10 +3916,8 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 
 #if NSA__BYTES == 64
 #define NSA__NARROW 8
-#define NSA__TALL   12
 #else
 #define NSA__NARROW NSA__ROWS
-#define NSA__TALL   NSA__ROWS
 #endif
 
 #ifdef NSA__DOT
@@ -4092,7 +4072,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__TALL]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -4104,10 +4084,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -4136,8 +4116,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
-                                                NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                const nsa__packed *a[NSA__TALL], ptrdiff_t at,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
                                                 const nsa__packed *b_row) {
     NSA__ARITHMETIC
     NSA__V of_b[NSA__VECTORS];
@@ -4157,8 +4137,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__TALL],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
@@ -4169,36 +4149,33 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
-                                                     NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                     const nsa__packed *a[NSA__TALL],
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
                                                      nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b_row = x->b->data + x->column;
-    const int at_once = vectors > 1 ? 2 : 1;
     ptrdiff_t at = 0;
     for (int left = x->k, n; left > 0; left -= n) {
         while (!x->later->n) x->later++;
         nsa__lines *lines = x->later;
-        n = left < lines->n / at_once ? left : lines->n / at_once;
+        n = left < lines->n ? left : lines->n;
         for (int p = 0; p < n; p++, at += step, b_row += row) {
-            const char *line = lines->at + (ptrdiff_t)p * at_once * 64;
-            NSA__PREFETCH(line, 2);
-            if (at_once > 1) NSA__PREFETCH(line + 64, 2);
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
         if (lines->n == INT_MAX) continue;
-        lines->at += (ptrdiff_t)n * at_once * 64;
-        lines->n -= n * at_once;
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__TALL][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__TALL], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -4248,10 +4225,7 @@ NSA__PIECE(narrow7, 7, 1, 0)
 NSA__PIECE(narrow8, 8, 1, 0)
 #endif
 NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
-NSA__PIECE(tall_later, NSA__TALL, 1, 1)
 NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
-static nsa__pieces *const NSA__T(later)[] = {NSA__T(narrow_later), NSA__T(wide_later),
-                                             NSA__T(tall_later)};
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -4265,17 +4239,15 @@ static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
     for (int wide = 1; wide >= 0; wide--) {
-        const int vectors = wide ? NSA__VECTORS : 1, columns = vectors * NSA__L;
-        const int tall = !wide && nsa__lines_fit(x->later, m / NSA__TALL * x->k);
-        const int some = wide ? NSA__ROWS : NSA__NARROW, most = tall ? NSA__TALL : some;
-        const int rest = m % most, few = rest * vectors < NSA__NARROW;
-        const int shared = rest && few && m > most ? most + rest : rest;
-        nsa__pieces *const later = NSA__T(later)[tall ? 2 : wide];
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
         nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
             whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = (int)nsa__ceil_div(m - i, nsa__ceil_div(m - i, some));
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -4512,7 +4484,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -4550,10 +4521,8 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 
 #if NSA__BYTES == 64
 #define NSA__NARROW 8
-#define NSA__TALL   12
 #else
 #define NSA__NARROW NSA__ROWS
-#define NSA__TALL   NSA__ROWS
 #endif
 
 #ifdef NSA__DOT
@@ -4708,7 +4677,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__TALL]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -4720,10 +4689,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -4752,8 +4721,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
-                                                NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                const nsa__packed *a[NSA__TALL], ptrdiff_t at,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
                                                 const nsa__packed *b_row) {
     NSA__ARITHMETIC
     NSA__V of_b[NSA__VECTORS];
@@ -4773,8 +4742,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__TALL],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
@@ -4785,36 +4754,33 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
-                                                     NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                     const nsa__packed *a[NSA__TALL],
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
                                                      nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b_row = x->b->data + x->column;
-    const int at_once = vectors > 1 ? 2 : 1;
     ptrdiff_t at = 0;
     for (int left = x->k, n; left > 0; left -= n) {
         while (!x->later->n) x->later++;
         nsa__lines *lines = x->later;
-        n = left < lines->n / at_once ? left : lines->n / at_once;
+        n = left < lines->n ? left : lines->n;
         for (int p = 0; p < n; p++, at += step, b_row += row) {
-            const char *line = lines->at + (ptrdiff_t)p * at_once * 64;
-            NSA__PREFETCH(line, 2);
-            if (at_once > 1) NSA__PREFETCH(line + 64, 2);
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
         if (lines->n == INT_MAX) continue;
-        lines->at += (ptrdiff_t)n * at_once * 64;
-        lines->n -= n * at_once;
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__TALL][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__TALL], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -4864,10 +4830,7 @@ NSA__PIECE(narrow7, 7, 1, 0)
 NSA__PIECE(narrow8, 8, 1, 0)
 #endif
 NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
-NSA__PIECE(tall_later, NSA__TALL, 1, 1)
 NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
-static nsa__pieces *const NSA__T(later)[] = {NSA__T(narrow_later), NSA__T(wide_later),
-                                             NSA__T(tall_later)};
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -4881,17 +4844,15 @@ static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
     for (int wide = 1; wide >= 0; wide--) {
-        const int vectors = wide ? NSA__VECTORS : 1, columns = vectors * NSA__L;
-        const int tall = !wide && nsa__lines_fit(x->later, m / NSA__TALL * x->k);
-        const int some = wide ? NSA__ROWS : NSA__NARROW, most = tall ? NSA__TALL : some;
-        const int rest = m % most, few = rest * vectors < NSA__NARROW;
-        const int shared = rest && few && m > most ? most + rest : rest;
-        nsa__pieces *const later = NSA__T(later)[tall ? 2 : wide];
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
         nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
             whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = (int)nsa__ceil_div(m - i, nsa__ceil_div(m - i, some));
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -5128,7 +5089,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -5157,10 +5117,8 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 
 #if NSA__BYTES == 64
 #define NSA__NARROW 8
-#define NSA__TALL   12
 #else
 #define NSA__NARROW NSA__ROWS
-#define NSA__TALL   NSA__ROWS
 #endif
 
 #ifdef NSA__DOT
@@ -5315,7 +5273,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__TALL]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -5327,10 +5285,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -5359,8 +5317,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
-                                                NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                const nsa__packed *a[NSA__TALL], ptrdiff_t at,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
                                                 const nsa__packed *b_row) {
     NSA__ARITHMETIC
     NSA__V of_b[NSA__VECTORS];
@@ -5380,8 +5338,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__TALL],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
@@ -5392,36 +5350,33 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
-                                                     NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                     const nsa__packed *a[NSA__TALL],
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
                                                      nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b_row = x->b->data + x->column;
-    const int at_once = vectors > 1 ? 2 : 1;
     ptrdiff_t at = 0;
     for (int left = x->k, n; left > 0; left -= n) {
         while (!x->later->n) x->later++;
         nsa__lines *lines = x->later;
-        n = left < lines->n / at_once ? left : lines->n / at_once;
+        n = left < lines->n ? left : lines->n;
         for (int p = 0; p < n; p++, at += step, b_row += row) {
-            const char *line = lines->at + (ptrdiff_t)p * at_once * 64;
-            NSA__PREFETCH(line, 2);
-            if (at_once > 1) NSA__PREFETCH(line + 64, 2);
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
         if (lines->n == INT_MAX) continue;
-        lines->at += (ptrdiff_t)n * at_once * 64;
-        lines->n -= n * at_once;
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__TALL][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__TALL], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -5471,10 +5426,7 @@ NSA__PIECE(narrow7, 7, 1, 0)
 NSA__PIECE(narrow8, 8, 1, 0)
 #endif
 NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
-NSA__PIECE(tall_later, NSA__TALL, 1, 1)
 NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
-static nsa__pieces *const NSA__T(later)[] = {NSA__T(narrow_later), NSA__T(wide_later),
-                                             NSA__T(tall_later)};
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -5488,17 +5440,15 @@ static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
     for (int wide = 1; wide >= 0; wide--) {
-        const int vectors = wide ? NSA__VECTORS : 1, columns = vectors * NSA__L;
-        const int tall = !wide && nsa__lines_fit(x->later, m / NSA__TALL * x->k);
-        const int some = wide ? NSA__ROWS : NSA__NARROW, most = tall ? NSA__TALL : some;
-        const int rest = m % most, few = rest * vectors < NSA__NARROW;
-        const int shared = rest && few && m > most ? most + rest : rest;
-        nsa__pieces *const later = NSA__T(later)[tall ? 2 : wide];
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
         nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
             whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = (int)nsa__ceil_div(m - i, nsa__ceil_div(m - i, some));
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -5735,7 +5685,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -5790,10 +5739,8 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 
 #if NSA__BYTES == 64
 #define NSA__NARROW 8
-#define NSA__TALL   12
 #else
 #define NSA__NARROW NSA__ROWS
-#define NSA__TALL   NSA__ROWS
 #endif
 
 #ifdef NSA__DOT
@@ -5948,7 +5895,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__TALL]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -5960,10 +5907,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -5992,8 +5939,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
-                                                NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                const nsa__packed *a[NSA__TALL], ptrdiff_t at,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
                                                 const nsa__packed *b_row) {
     NSA__ARITHMETIC
     NSA__V of_b[NSA__VECTORS];
@@ -6013,8 +5960,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__TALL],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
@@ -6025,36 +5972,33 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
-                                                     NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                     const nsa__packed *a[NSA__TALL],
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
                                                      nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b_row = x->b->data + x->column;
-    const int at_once = vectors > 1 ? 2 : 1;
     ptrdiff_t at = 0;
     for (int left = x->k, n; left > 0; left -= n) {
         while (!x->later->n) x->later++;
         nsa__lines *lines = x->later;
-        n = left < lines->n / at_once ? left : lines->n / at_once;
+        n = left < lines->n ? left : lines->n;
         for (int p = 0; p < n; p++, at += step, b_row += row) {
-            const char *line = lines->at + (ptrdiff_t)p * at_once * 64;
-            NSA__PREFETCH(line, 2);
-            if (at_once > 1) NSA__PREFETCH(line + 64, 2);
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
         if (lines->n == INT_MAX) continue;
-        lines->at += (ptrdiff_t)n * at_once * 64;
-        lines->n -= n * at_once;
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__TALL][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__TALL], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -6104,10 +6048,7 @@ NSA__PIECE(narrow7, 7, 1, 0)
 NSA__PIECE(narrow8, 8, 1, 0)
 #endif
 NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
-NSA__PIECE(tall_later, NSA__TALL, 1, 1)
 NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
-static nsa__pieces *const NSA__T(later)[] = {NSA__T(narrow_later), NSA__T(wide_later),
-                                             NSA__T(tall_later)};
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -6121,17 +6062,15 @@ static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
 
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
     for (int wide = 1; wide >= 0; wide--) {
-        const int vectors = wide ? NSA__VECTORS : 1, columns = vectors * NSA__L;
-        const int tall = !wide && nsa__lines_fit(x->later, m / NSA__TALL * x->k);
-        const int some = wide ? NSA__ROWS : NSA__NARROW, most = tall ? NSA__TALL : some;
-        const int rest = m % most, few = rest * vectors < NSA__NARROW;
-        const int shared = rest && few && m > most ? most + rest : rest;
-        nsa__pieces *const later = NSA__T(later)[tall ? 2 : wide];
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
         nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
             whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = (int)nsa__ceil_div(m - i, nsa__ceil_div(m - i, some));
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -6368,7 +6307,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -6473,7 +6411,6 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
@@ -7574,8 +7511,6 @@ enum {
     NSA__KEYS_AT_ONCE = 8,
     NSA__KEYS_LEAST = 6,
     NSA__BYTES_AT_ONCE = 3072,
-    /* in place: rows whose sums have the time to prefetch the next tile's keys; 8: 0.74 */
-    NSA__ROWS_WITH_TIME = 12,
     /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
        holds; masks of the batches at hand; and how often a thread looks for work before it gives
        its core away, which another program may keep for milliseconds: Zen 4, one of two cores
@@ -8344,23 +8279,20 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
-/* Adds the lines of n rows of x from key `begin` on, as far as there are keys, and behind them what
-   has no end. Returns the place of the latter, or NULL if less than a piece's rows follow each
-   other. */
+/* Adds the lines of n rows of x from key `begin` on, as far as there are keys. Returns their end,
+   or NULL if less than a piece's rows follow each other. */
 static nsa__lines *nsa__add_lines(nsa__lines *to, const nsa__head_job *job, const nsa_tensor *x,
                                   int width, int begin, int n) {
     const ptrdiff_t bytes = (ptrdiff_t)nsa__row_bytes(x, width);
     const int end = (int)nsa__min((int64_t)begin + n, job->keys);
     const ptrdiff_t number = (ptrdiff_t)nsa__dtype_bytes(x->dtype);
-    const nsa__lines no_more = {(const char *)job, INT_MAX};
     if (end - begin > 1 && (ptrdiff_t)x->token * number != bytes) return NULL;
     for (int some; begin < end; begin += some, to++) {
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         if (some < end - begin && some < NSA__KEYS_AT_ONCE) return NULL;
         to->at = (const char *)nsa__key(job, x, begin);
-        to->n = (int)nsa__ceil_div(some * bytes, 128) * 2;
+        to->n = (int)nsa__ceil_div(some * bytes, 64);
     }
-    *to = no_more;
     return to;
 }
 
@@ -8519,8 +8451,6 @@ typedef struct nsa__in_place {
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
     int copies;          /* 1: values are copied, because a sum over them was not finite */
-    int batch_by_batch;  /* 1: the sums of a batch come before the scores of the next */
-    int keys_left;       /* 1: the next tile's keys are still to be prefetched */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
@@ -8560,23 +8490,24 @@ static int nsa__keys_at_once(const nsa_tensor *k, int width) {
 }
 
 /* What is read after the scores of a batch: its values, unless only scores are wanted, and keys of
-   the next tile, which are left to sums that have the time. Returns NULL if their rows lie apart. */
-static nsa__lines *nsa__in_place_later(nsa__in_place *f, const nsa__head_job *job,
+   the next tile. Returns NULL if their rows lie apart. */
+static nsa__lines *nsa__in_place_later(const nsa__in_place *f, const nsa__head_job *job,
                                        const nsa__batch *b, nsa__lines *later) {
     const nsa__attend_plan *p = job->plan;
+    const nsa__lines no_more = {(const char *)f->q_t, INT_MAX};
     nsa__lines *end = later;
     if (p->x->v.data) end = nsa__add_lines(end, job, &p->x->v, p->v.width, b->key, b->present);
-    f->keys_left = f->batch_by_batch && end == later + 1 && b->rows >= NSA__ROWS_WITH_TIME;
-    if (end && !f->keys_left)
-        end = nsa__add_lines(end, job, &p->x->k, p->k.width, b->next_key, b->present);
-    return end ? later : NULL;
+    if (end) end = nsa__add_lines(end, job, &p->x->k, p->k.width, b->next_key, b->present);
+    if (!end) return NULL;
+    *end = no_more;
+    return later;
 }
 
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
    still in L1 when it is multiplied. What is read later is prefetched meanwhile or, where rows lie
    apart, before each part. Every score is the same sum in the same order as from packed keys. */
-static void nsa__in_place_product(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
-                                  const nsa__matrix *keys) {
+static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
+                                  const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
     nsa__lines room[2 * NSA__TILE + 1], *later = nsa__in_place_later(f, job, b, room);
     const int ahead = b->next_key, begin = b->key, n = b->present;
@@ -8648,11 +8579,7 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     else if (!v.data)
         v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
     v = nsa__rows_for_over(o, b->present, v, f->paired);
-    nsa__result sums = *out;
-    nsa__lines keys[NSA__TILE + 1];
-    if (f->keys_left && nsa__add_lines(keys, job, &p->x->k, p->k.width, b->next_key, b->present))
-        sums.later = keys;
-    nsa__product_over(o, b->rows, b->present, weights, &v, &sums);
+    nsa__product_over(o, b->rows, b->present, weights, &v, out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------------
@@ -9040,7 +8967,6 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
     nsa__in_place_alloc(&f.in_place, job->plan, &a);
-    f.in_place.batch_by_batch = 1;
     do {
         nsa__forward_begin(&f, job, nth);
         while (nsa__tile_iter_next(&f.iter, job))
@@ -9735,7 +9661,7 @@ static nsa__result nsa__backward_part(const nsa__backward *f, const nsa__attend_
 
 /* Adds the lines of so many numbers, if they are there. */
 static nsa__lines *nsa__add_numbers(nsa__lines *to, const nsa_real *at, ptrdiff_t numbers) {
-    const nsa__lines lines = {(const char *)at, (int)(numbers * (ptrdiff_t)sizeof *at / 128) * 2};
+    const nsa__lines lines = {(const char *)at, (int)(numbers * (ptrdiff_t)sizeof *at / 64)};
     *to = lines;
     return at ? to + 1 : to;
 }

@@ -213,7 +213,7 @@ static nsa__result nsa__backward_part(const nsa__backward *f, const nsa__attend_
 
 /* Adds the lines of so many numbers, if they are there. */
 static nsa__lines *nsa__add_numbers(nsa__lines *to, const nsa_real *at, ptrdiff_t numbers) {
-    const nsa__lines lines = {(const char *)at, (int)(numbers * (ptrdiff_t)sizeof *at / 128) * 2};
+    const nsa__lines lines = {(const char *)at, (int)(numbers * (ptrdiff_t)sizeof *at / 64)};
     *to = lines;
     return at ? to + 1 : to;
 }

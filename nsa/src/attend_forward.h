@@ -185,7 +185,6 @@ static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
     if (job->gathers) job = nsa__gather(&own, job, job->seq.first + (int)nth);
     nsa__forward_alloc(&f, job->plan, &a);
     nsa__in_place_alloc(&f.in_place, job->plan, &a);
-    f.in_place.batch_by_batch = 1;
     do {
         nsa__forward_begin(&f, job, nth);
         while (nsa__tile_iter_next(&f.iter, job))

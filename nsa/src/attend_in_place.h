@@ -37,8 +37,6 @@ typedef struct nsa__in_place {
     int *order;          /* of rows in place that do not follow each other */
     uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
     int copies;          /* 1: values are copied, because a sum over them was not finite */
-    int batch_by_batch;  /* 1: the sums of a batch come before the scores of the next */
-    int keys_left;       /* 1: the next tile's keys are still to be prefetched */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
@@ -78,23 +76,24 @@ static int nsa__keys_at_once(const nsa_tensor *k, int width) {
 }
 
 /* What is read after the scores of a batch: its values, unless only scores are wanted, and keys of
-   the next tile, which are left to sums that have the time. Returns NULL if their rows lie apart. */
-static nsa__lines *nsa__in_place_later(nsa__in_place *f, const nsa__head_job *job,
+   the next tile. Returns NULL if their rows lie apart. */
+static nsa__lines *nsa__in_place_later(const nsa__in_place *f, const nsa__head_job *job,
                                        const nsa__batch *b, nsa__lines *later) {
     const nsa__attend_plan *p = job->plan;
+    const nsa__lines no_more = {(const char *)f->q_t, INT_MAX};
     nsa__lines *end = later;
     if (p->x->v.data) end = nsa__add_lines(end, job, &p->x->v, p->v.width, b->key, b->present);
-    f->keys_left = f->batch_by_batch && end == later + 1 && b->rows >= NSA__ROWS_WITH_TIME;
-    if (end && !f->keys_left)
-        end = nsa__add_lines(end, job, &p->x->k, p->k.width, b->next_key, b->present);
-    return end ? later : NULL;
+    if (end) end = nsa__add_lines(end, job, &p->x->k, p->k.width, b->next_key, b->present);
+    if (!end) return NULL;
+    *end = no_more;
+    return later;
 }
 
 /* s_t = k q_t for the batch's keys; without data they are widened part by part, so that a part is
    still in L1 when it is multiplied. What is read later is prefetched meanwhile or, where rows lie
    apart, before each part. Every score is the same sum in the same order as from packed keys. */
-static void nsa__in_place_product(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
-                                  const nsa__matrix *keys) {
+static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
+                                  const nsa__batch *b, const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
     nsa__lines room[2 * NSA__TILE + 1], *later = nsa__in_place_later(f, job, b, room);
     const int ahead = b->next_key, begin = b->key, n = b->present;
@@ -166,9 +165,5 @@ static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const
     else if (!v.data)
         v = nsa__rows_widened(f, job, &p->x->v, o, b->key, b->present);
     v = nsa__rows_for_over(o, b->present, v, f->paired);
-    nsa__result sums = *out;
-    nsa__lines keys[NSA__TILE + 1];
-    if (f->keys_left && nsa__add_lines(keys, job, &p->x->k, p->k.width, b->next_key, b->present))
-        sums.later = keys;
-    nsa__product_over(o, b->rows, b->present, weights, &v, &sums);
+    nsa__product_over(o, b->rows, b->present, weights, &v, out);
 }

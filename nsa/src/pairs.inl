@@ -89,7 +89,6 @@ static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER

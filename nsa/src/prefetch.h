@@ -46,22 +46,19 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
-/* Adds the lines of n rows of x from key `begin` on, as far as there are keys, and behind them what
-   has no end. Returns the place of the latter, or NULL if less than a piece's rows follow each
-   other. */
+/* Adds the lines of n rows of x from key `begin` on, as far as there are keys. Returns their end,
+   or NULL if less than a piece's rows follow each other. */
 static nsa__lines *nsa__add_lines(nsa__lines *to, const nsa__head_job *job, const nsa_tensor *x,
                                   int width, int begin, int n) {
     const ptrdiff_t bytes = (ptrdiff_t)nsa__row_bytes(x, width);
     const int end = (int)nsa__min((int64_t)begin + n, job->keys);
     const ptrdiff_t number = (ptrdiff_t)nsa__dtype_bytes(x->dtype);
-    const nsa__lines no_more = {(const char *)job, INT_MAX};
     if (end - begin > 1 && (ptrdiff_t)x->token * number != bytes) return NULL;
     for (int some; begin < end; begin += some, to++) {
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
         if (some < end - begin && some < NSA__KEYS_AT_ONCE) return NULL;
         to->at = (const char *)nsa__key(job, x, begin);
-        to->n = (int)nsa__ceil_div(some * bytes, 128) * 2;
+        to->n = (int)nsa__ceil_div(some * bytes, 64);
     }
-    *to = no_more;
     return to;
 }

@@ -50,8 +50,6 @@ enum {
     NSA__KEYS_AT_ONCE = 8,
     NSA__KEYS_LEAST = 6,
     NSA__BYTES_AT_ONCE = 3072,
-    /* in place: rows whose sums have the time to prefetch the next tile's keys; 8: 0.74 */
-    NSA__ROWS_WITH_TIME = 12,
     /* a task by several threads: batches that one takes, at most; numbers of their sums, which L2
        holds; masks of the batches at hand; and how often a thread looks for work before it gives
        its core away, which another program may keep for milliseconds: Zen 4, one of two cores

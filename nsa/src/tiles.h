@@ -21,18 +21,12 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
-/* Lines that follow each other and are read after a product, which prefetches one or two in each
-   step of its sums: many at once would fill the queue of misses. The last of some has no end. */
+/* Lines that follow each other and are read after a product, which prefetches one in each step of
+   its sums: many at once would fill the queue of misses. The last of some has no end. */
 typedef struct nsa__lines {
     const char *at;
-    int n; /* even, or INT_MAX: no end */
+    int n;
 } nsa__lines;
-
-/* 1 if all of some are `steps` or fewer. */
-static int nsa__lines_fit(const nsa__lines *of, int steps) {
-    for (; of && of->n != INT_MAX; of++) steps -= of->n;
-    return of && steps >= 0;
-}
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    scale[i] times what is there; softmax needs this to shrink a row's earlier sums. */

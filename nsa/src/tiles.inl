@@ -4,14 +4,11 @@
    extension a vector is one number. */
 
 /* Rows of a piece of one vector: two units of multiply-adds, each with a latency of four cycles,
-   would wait for fewer chains than eight; VDPBF16PS has a latency of six, and of more rows a vector
-   of b is read less often. */
+   would wait for fewer chains than eight. */
 #if NSA__BYTES == 64
 #define NSA__NARROW 8
-#define NSA__TALL   12
 #else
 #define NSA__NARROW NSA__ROWS
-#define NSA__TALL   NSA__ROWS
 #endif
 
 /* How a product adds up. A set that defines it has products of bf16 alone. */
@@ -177,7 +174,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 
 /* Where the rows of a piece are in the result. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x, int first,
-                                                nsa_real *c[NSA__TALL]) {
+                                                nsa_real *c[NSA__NARROW]) {
     nsa_real *at = x->c->data + x->column;
     const int *of_c = x->c->rows;
     if (of_c)
@@ -191,10 +188,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_rows)(int rows, const nsa__product *x,
 /* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
    two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
                                                const nsa__product *x, int first) {
     NSA__ARITHMETIC
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     NSA__T(piece_rows)(rows, x, first, c);
     if (x->c->scale) {
         const nsa_real *of_row = x->c->scale + first;
@@ -224,8 +221,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
 
 /* A step of the sums: a column of a times a row of b. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
-                                                NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                const nsa__packed *a[NSA__TALL], ptrdiff_t at,
+                                                NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                const nsa__packed *a[NSA__NARROW], ptrdiff_t at,
                                                 const nsa__packed *b_row) {
     NSA__ARITHMETIC
     NSA__V of_b[NSA__VECTORS];
@@ -247,8 +244,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_step)(int rows, int vectors,
 /* sum += a b: every element is one chain of multiply-adds over ascending k, whatever the piece, so
    its bits depend on its own row and column alone. `listed`, a constant: b has rows. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed,
-                                               NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                               const nsa__packed *a[NSA__TALL],
+                                               NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                               const nsa__packed *a[NSA__NARROW],
                                                const nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b = x->b->data + x->column;
@@ -258,28 +255,25 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum)(int rows, int vectors, int listed
         NSA__T(piece_step)(rows, vectors, sum, a, at, b + (listed ? b_rows[p] * row : b_at));
 }
 
-/* The same, and in each step a line of what is read later; two if it has the time. */
+/* The same, and in each step a line of what is read later. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
-                                                     NSA__V sum[NSA__TALL][NSA__VECTORS],
-                                                     const nsa__packed *a[NSA__TALL],
+                                                     NSA__V sum[NSA__NARROW][NSA__VECTORS],
+                                                     const nsa__packed *a[NSA__NARROW],
                                                      nsa__product *x) {
     const ptrdiff_t step = x->a->step, row = x->b->row;
     const nsa__packed *b_row = x->b->data + x->column;
-    const int at_once = vectors > 1 ? 2 : 1;
     ptrdiff_t at = 0;
     for (int left = x->k, n; left > 0; left -= n) {
         while (!x->later->n) x->later++;
         nsa__lines *lines = x->later;
-        n = left < lines->n / at_once ? left : lines->n / at_once;
+        n = left < lines->n ? left : lines->n;
         for (int p = 0; p < n; p++, at += step, b_row += row) {
-            const char *line = lines->at + (ptrdiff_t)p * at_once * 64;
-            NSA__PREFETCH(line, 2);
-            if (at_once > 1) NSA__PREFETCH(line + 64, 2);
+            NSA__PREFETCH(lines->at + (ptrdiff_t)p * 64, 2);
             NSA__T(piece_step)(rows, vectors, sum, a, at, b_row);
         }
         if (lines->n == INT_MAX) continue; /* those without end are the same each time */
-        lines->at += (ptrdiff_t)n * at_once * 64;
-        lines->n -= n * at_once;
+        lines->at += (ptrdiff_t)n * 64;
+        lines->n -= n;
     }
 }
 
@@ -289,11 +283,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_sum_later)(int rows, int vectors,
    chain through all of them. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int later, nsa__product *x,
                                            int first) {
-    NSA__V sum[NSA__TALL][NSA__VECTORS];
+    NSA__V sum[NSA__NARROW][NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa__packed *a[NSA__TALL], *a_first = x->a->data;
+    const nsa__packed *a[NSA__NARROW], *a_first = x->a->data;
     const int *of_a = x->a->rows;
-    nsa_real *c[NSA__TALL];
+    nsa_real *c[NSA__NARROW];
     if (x->c->add && !x->c->scale) {
         NSA__T(piece_rows)(rows, x, first, c);
         NSA__UNROLL
@@ -345,10 +339,7 @@ NSA__PIECE(narrow7, 7, 1, 0)
 NSA__PIECE(narrow8, 8, 1, 0)
 #endif
 NSA__PIECE(narrow_later, NSA__NARROW, 1, 1)
-NSA__PIECE(tall_later, NSA__TALL, 1, 1)
 NSA__PIECE(wide_later, NSA__ROWS, NSA__VECTORS, 1)
-static nsa__pieces *const NSA__T(later)[] = {NSA__T(narrow_later), NSA__T(wide_later),
-                                             NSA__T(tall_later)};
 static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
     {NSA__T(narrow1), NSA__T(wide1)}, {NSA__T(narrow2), NSA__T(wide2)},
     {NSA__T(narrow3), NSA__T(wide3)}, {NSA__T(narrow4), NSA__T(wide4)},
@@ -361,21 +352,19 @@ static nsa__pieces *const NSA__T(pieces)[NSA__NARROW][2] = {
 };
 
 /* The columns that whole vectors hold, in pieces of NSA__VECTORS, then in single vectors. The last
-   two pieces of m rows share what is left if it is little, because that waits for its own sums.
-   Returns how many columns these are. */
+   two pieces of m rows share what is left, because one of few rows waits for its own sums. Returns
+   how many columns these are. */
 NSA__TARGET static int NSA__T(product)(int m, int n, nsa__product *x) {
     for (int wide = 1; wide >= 0; wide--) {
-        const int vectors = wide ? NSA__VECTORS : 1, columns = vectors * NSA__L;
-        const int tall = !wide && nsa__lines_fit(x->later, m / NSA__TALL * x->k);
-        const int some = wide ? NSA__ROWS : NSA__NARROW, most = tall ? NSA__TALL : some;
-        const int rest = m % most, few = rest * vectors < NSA__NARROW;
-        const int shared = rest && few && m > most ? most + rest : rest;
-        nsa__pieces *const later = NSA__T(later)[tall ? 2 : wide];
+        const int columns = wide ? NSA__VECTORS * NSA__L : NSA__L;
+        const int most = wide ? NSA__ROWS : NSA__NARROW, rest = m % most;
+        const int shared = rest && m > most ? most + rest : rest;
+        nsa__pieces *const later = wide ? NSA__T(wide_later) : NSA__T(narrow_later);
         nsa__pieces *const whole = x->later ? later : NSA__T(pieces)[most - 1][wide];
         for (; x->column + columns <= n; x->column += columns) {
             whole(x, 0, m - shared);
             for (int i = m - shared, rows; i < m; i += rows) {
-                rows = (int)nsa__ceil_div(m - i, nsa__ceil_div(m - i, some));
+                rows = m - i > most ? (m - i + 1) / 2 : m - i;
                 NSA__T(pieces)[rows - 1][wide](x, i, i + rows);
             }
         }
@@ -626,7 +615,6 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax),    
 #undef NSA__BYTES
 #undef NSA__ROWS
 #undef NSA__NARROW
-#undef NSA__TALL
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__KEEP_IN_REGISTER
