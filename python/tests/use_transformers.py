@@ -348,8 +348,7 @@ class Uses(unittest.TestCase):
         self.assertEqual((len(made.hidden_states), len(made.hidden_states[0])), (30, 4))
 
     def rotation(self, x):
-        module, config = sys.modules[type(self.model).__module__], self.model.config
-        return module.rotation(config.rope, config.head_dim, torch.arange(x.shape[1])[None], x)
+        return sys.modules[type(self.model).__module__].rotation(*self.model.rope, torch.arange(x.shape[1])[None], x)
 
     def test_logits_to_keep(self):
         with torch.no_grad():
@@ -432,6 +431,14 @@ class Uses(unittest.TestCase):
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2))
+
+    def test_compiled(self):
+        """By PyTorch 2.4 too, which knows numbers and words of a config and nothing else."""
+        want = self.gradients(self.model, self.prompt)
+        compiled = torch.compile(self.model, backend="eager")
+        for name, g in self.gradients(compiled, self.prompt).items():
+            self.same(g, want[name.removeprefix("_orig_mod.")])
+        torch._dynamo.reset()
 
     def test_accumulation(self):
         """One step of 8 rows of unequal lengths: 8x1, 4x2, 2x4 and 1x8 are one gradient, as for transformers' Llama;
