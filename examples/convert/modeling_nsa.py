@@ -151,9 +151,8 @@ def frequencies(rope, width):
     return [f + r * (f / factor - f) for f, r in zip(plain, ramps)], 0.1 * math.log(factor) + 1
 
 
-def rotation(rope, width, places, like):
+def rotation(turns, magnitude, places, like):
     """(cosine, sine), each (B or 1, T, 1, width / 2), of the places (B or 1, T) of tokens in their sequences."""
-    turns, magnitude = frequencies(rope, width)
     angles = places.to("cpu", torch.float64)[..., None, None] * torch.tensor(turns, dtype=torch.float64)
     return [(y * magnitude).to(like.device, like.dtype) for y in (angles.cos(), angles.sin())]
 
@@ -308,7 +307,7 @@ class NSAPhi(nn.Module):
 class NSAAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer, self.kind = config, layer, config.attention_of(layer)
+        self.config, self.layer, self.kind, self.pairs = config, layer, config.attention_of(layer), config.rope["pairs"]
         heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
         self.sparse = self.kind in ("nsa", "cmp+slc")
         self.count = 3 if self.kind == "nsa" else 2  # branches, if there are any
@@ -344,7 +343,7 @@ class NSAAttention(nn.Module):
         k = [getattr(self, "W_K" + n)(x).unflatten(-1, (-1, config.head_dim)) for n in self.branches]
         v = [getattr(self, "W_V" + n)(x).unflatten(-1, (-1, config.v_head_dim)) for n in self.branches]
         k, v = torch.cat(k, 2), torch.cat(v, 2)
-        k = turn(k if self.k_norm is None else self.k_norm(k).to(v.dtype), rotated_by, config.rope["pairs"])
+        k = turn(k if self.k_norm is None else self.k_norm(k).to(v.dtype), rotated_by, self.pairs)
         if past is not None:
             k, v = remember(k, v, first, past, self.layer)
         return [x.split(config.num_key_value_heads, 2) * (1 if len(self.branches) > 1 else 3) for x in (k, v)]
@@ -354,7 +353,7 @@ class NSAAttention(nn.Module):
         q = self.W_Q(x).unflatten(-1, (config.num_attention_heads, config.head_dim))
         q = q if self.q_norm is None else self.q_norm(q).to(q.dtype)
         gates = self.logits_of_gates(x, q) if self.sparse else None
-        q = turn(q, rotated_by, config.rope["pairs"])
+        q = turn(q, rotated_by, self.pairs)
         k, v = self.keys(x, first, rotated_by, past)
         return self.out(self.attend(q, k, v, gates, first, begins).flatten(2))
 
@@ -460,6 +459,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
+        self.rope = frequencies(config.rope, config.head_dim)  # PyTorch 2.4 compiles no dict of a config
         self.post_init()
 
     def _init_weights(self, module):
@@ -537,7 +537,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if cache_position is not None and cache_position.tolist() != list(range(first, last)):
             raise ValueError(f"cache_position: must be the tokens' places in the cache, {first} .. {last - 1}")
         begins, places = places_of(attention_mask, position_ids, first, *x.shape[:2])
-        rotated_by = rotation(self.config.rope, self.config.head_dim, places, x)
+        rotated_by = rotation(*self.rope, places, x)
         states = [x]
         for block in self.blocks:
             if self.recomputes():

@@ -165,6 +165,15 @@ class Jax(unittest.TestCase):
             back(got)
         np.testing.assert_array_equal(got, want)
 
+    def test_a_program_from_elsewhere(self):
+        """What jax.export wrote finds the handler once nsa.jax is imported, though nothing of it was called. Here it is
+        called without attributes, which it refuses."""
+        code = ("import jax, numpy, nsa.jax\n"
+                "print(jax.ffi.ffi_call('nsa', jax.ShapeDtypeStruct((1,), 'float32'))(numpy.zeros(1, 'float32')))")
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        self.assertIn("nsa: attributes are missing", run.stderr)
+
     def test_second_derivatives_are_refused(self):
         """With nsa's own words, wherever the first one is differentiated."""
         for f in (lambda x: nj.attend_win(x, self.k, self.v)[0], nj.rope, lambda x: nj.gate(x[..., :3], x, x, x),

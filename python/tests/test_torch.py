@@ -1716,8 +1716,8 @@ class Module(unittest.TestCase):
 
         patch = unittest.mock.patch("torch.nn.functional.linear", of_each_row)
         plain = torch.backends.mkl.is_available() and operators.HAS_OPERATORS
-        for dtype, autocast in self.PRECISIONS:
-            with self.subTest(dtype=dtype, autocast=autocast), contextlib.ExitStack() as stack:
+        for (dtype, autocast), kv_heads in itertools.product(self.PRECISIONS, (HK, 1)):
+            with self.subTest(dtype=dtype, autocast=autocast, kv_heads=kv_heads), contextlib.ExitStack() as stack:
                 if not plain:
                     if autocast is not None or dtype == torch.float16:
                         continue  # which 1.13 has not on the CPU
@@ -1725,11 +1725,11 @@ class Module(unittest.TestCase):
                 if autocast is not None:
                     stack.enter_context(torch.autocast("cpu", dtype=autocast))
                 torch.manual_seed(4)
-                module = nt.NativeSparseAttention(64, H, HK, **GEOMETRY).to(dtype)
+                module = nt.NativeSparseAttention(64, H, kv_heads, **GEOMETRY).to(dtype)
                 x = torch.randn(B, 200, 64).to(dtype)
                 trained = module(x)
                 cache = module.cache(B, 200, max_rewind=15)
-                bounds = [0, 101, *range(102, 140), 147, 200]
+                bounds = [0, 51, *range(52, 186), 193, 200]
                 with torch.no_grad():
                     parts = torch.cat([module(x[:, a:b], cache=cache) for a, b in zip(bounds, bounds[1:])], 1)
                 self.assertEqual(cache.dtype, autocast or dtype)

@@ -51,9 +51,12 @@ _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope
 _MERGE, _SCORE, _RANK = Packer(_abi.Merge), Packer(_abi.Score), Packer(_abi.Rank)
 
 
+_HANDLERS = FOLDER / "libnsa_xla.so"
+
+
 @functools.lru_cache(None)
 def _register() -> None:
-    path = FOLDER / "libnsa_xla.so"
+    path = _HANDLERS
     if not path.exists():
         raise RuntimeError(f"{path} is not there: `python -m nsa.build jax` makes it, with a C compiler")
     handle = ctypes.CDLL(str(path))
@@ -61,6 +64,10 @@ def _register() -> None:
     if not handle.nsa_xla_open(bytes(library(False).path), bytes(library(True).path)):
         raise RuntimeError(f"{path} could not open the libraries beside it")
     jax.ffi.register_ffi_target("nsa", jax.ffi.pycapsule(handle.nsa_xla_call), platform="cpu")
+
+
+if _HANDLERS.exists():
+    _register()  # a program that jax.export has written calls them, though nothing here is called
 
 
 # ---- Calls --------------------------------------------------------------------------------------

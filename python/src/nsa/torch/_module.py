@@ -132,7 +132,8 @@ class NativeSparseAttention(nn.Module):
         k = [_linear(getattr(self, "W_K_" + b), x).view(batch, tokens, self.kv_heads, self.dim_k) for b in _BRANCHES]
         v = [_linear(getattr(self, "W_V_" + b), x).view(batch, tokens, self.kv_heads, self.dim_v) for b in _BRANCHES]
         mean = q.view(batch, tokens, self.kv_heads, self.heads // self.kv_heads, self.dim_k).mean(3)
-        gates = _linear(self.gate["fc2"], functional.silu(_linear(self.gate["fc1"], mean)))
+        # In double, then rounded: of float32 PyTorch has two exps, and which of them a number gets is a matter of its neighbours.
+        gates = _linear(self.gate["fc2"], functional.silu(_linear(self.gate["fc1"], mean).double()).to(q.dtype))
         return q, k, v, gates
 
     def _turned(self, x: Tensor, positions: Tensor | None, begins: Tensor | None, longest: int) -> Tensor:
