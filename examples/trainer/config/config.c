@@ -116,11 +116,12 @@ static bool take_file(void *to, const option *e, const char *flag, const char *v
 }
 
 static option_outcome find_file(config *c, const config_program *program, int argc, char **argv,
-                                fault *f) {
+                                const listener *notes, fault *f) {
     const option *e = config_find("config");
     const char *path = environment_value(e->environment);
     option_command command = command_of(program);
     fault reason;
+    command.hears = notes; /* once: the same words are read again below */
     if (path && *path && !option_set(c, e, path, &reason)) {
         fault_set(f, "environment %s=%.200s: %.256s", e->environment, path, reason.text);
         return OPTION_ERROR;
@@ -325,7 +326,7 @@ static bool read_file(config *c, const listener *notes, fault *f) {
 option_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f) {
     set_defaults(c);
-    option_outcome outcome = find_file(c, program, argc, argv, f);
+    option_outcome outcome = find_file(c, program, argc, argv, notes, f);
     if (outcome != OPTION_OK) return outcome;
     bool ok = read_file(c, notes, f) && read_preset(c, program, f) &&
               read_environment(c, notes, f) && read_command_line(c, program, argc, argv, f) &&
