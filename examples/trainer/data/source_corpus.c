@@ -77,10 +77,13 @@ static bool read_stored(corpus *c, size_t i, int64_t first, int64_t count, int32
     if (!p->text && (!open_piece(c, i, f) || !files_read_at(c->fd, p->path, c->bytes,
                                                             (size_t)(count * p->width), offset, f)))
         return false;
+    if (c->files.files[i].format.no_zeros &&
+        !format_check_rest(p->path, (const char *)at, (size_t)count, offset, f))
+        return false;
     for (int64_t k = 0; k < count; k++) {
         int64_t token = token_at(at + k * p->width, p->width);
         if (token >= vocab)
-            return fault_set(
+            return fault_in_data(
                 f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld%s", p->path,
                 (long long)token, (long long)(offset + k * p->width), (long long)vocab,
                 token < INT32_MAX ? ""
@@ -298,7 +301,7 @@ static bool open_text(corpus *c, const format_file *file, int fd, piece *p, faul
     }
     uint64_t *sum = &c->base.fingerprint, own = tokenizer_sum(c->base.options->tokenizer);
     if (own) *sum = XXH64(&own, sizeof own, *sum);
-    char *text = documents_read_text(file->path, &bytes, f);
+    char *text = documents_read_text(file, &bytes, f);
     if (!text || !is_byte) return text && encode_text(c, text, bytes, p, f);
     p->text = text;
     lay_bytes(p, (int64_t)bytes, bytes && text[bytes - 1] == '\n');

@@ -110,8 +110,8 @@ static bool skip_record(stream *s, const char *why, int64_t offset, fault *f) {
         snprintf(s->first_why, sizeof s->first_why, "; the %s at byte %lld %s", what,
                  (long long)offset, why);
     if (++s->skips_in_a_row > SKIPS_IN_A_ROW)
-        return fault_set(f, "%s: %d %ss in a row are no documents; the one at byte %lld %s",
-                         s->name, SKIPS_IN_A_ROW, what, (long long)offset, why);
+        return fault_in_data(f, "%s: %d %ss in a row are no documents; the one at byte %lld %s",
+                             s->name, SKIPS_IN_A_ROW, what, (long long)offset, why);
     if (++s->base.skipped <= SKIPS_NAMED)
         listener_say(
             notes, "%s: the %s at byte %lld %s: passed over%s", s->name, what, (long long)offset,
