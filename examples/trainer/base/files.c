@@ -370,6 +370,16 @@ bool files_exist(const char *path) {
     return !lstat(path, &s);
 }
 
+bool files_spare(const char *path, char *to, size_t bytes, fault *f) {
+    char number[16] = "";
+    for (int i = 2;; i++) {
+        if ((size_t)snprintf(to, bytes, "%s.left%s", path, number) >= bytes)
+            return fault_set(f, "%.700s: too long a name", path);
+        if (!files_exist(to)) return true;
+        snprintf(number, sizeof number, "%d", i);
+    }
+}
+
 bool files_plain_name(const char *name) {
     char printed[NAME_MOST + 1];
     size_t length = strlen(name);

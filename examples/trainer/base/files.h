@@ -88,6 +88,9 @@ bool files_remove_folder(const char *path, fault *f);
 
 bool files_exist(const char *path);
 
+/* The first name for what is there that is free: PATH.left, PATH.left2 ... */
+bool files_spare(const char *path, char *to, size_t bytes, fault *f);
+
 /* Whether a name that somebody wrote into a file may be joined to a folder: it stays in there, is
    not hidden, and steers no terminal. */
 bool files_plain_name(const char *name);

@@ -248,16 +248,19 @@ static bool parse_name(const char *name, int64_t *step) {
     return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
 }
 
-/* Makes root/which a link to the checkpoint of that name. */
+/* Makes root/which a link to the checkpoint of that name. A copy that has followed links (scp, a
+   bucket) has a folder there, which is kept. */
 static bool point(const char *root, const char *which, const char *name, fault *f) {
-    char link[PATH_ROOM], aside[PATH_ROOM], hidden[NAME_BYTES];
+    char link[PATH_ROOM], aside[PATH_ROOM], left[PATH_ROOM], hidden[NAME_BYTES];
     snprintf(hidden, sizeof hidden, ".%.40s", which);
     if (!files_join(link, sizeof link, root, which, f) ||
         !files_join(aside, sizeof aside, root, hidden, f))
         return false;
     unlink(aside);
-    if (symlink(name, aside) || rename(aside, link))
-        return fault_errno(f, "%s: cannot point it at %s", link, name);
+    bool ok = !symlink(name, aside) && !rename(aside, link);
+    if (!ok && errno == EISDIR && files_spare(link, left, sizeof left, f))
+        ok = !rename(link, left) && !rename(aside, link);
+    if (!ok) return fault_errno(f, "%s: cannot point it at %s", link, name);
     return files_sync_folder(root, f);
 }
 
@@ -696,37 +699,26 @@ bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c,
     return point(root, "latest", name, f) && find_best(root, f);
 }
 
-/* The first of its names that is free: step_00000060.left, step_00000060.left2 ... */
-static bool free_name(const char *root, const char *name, char left[NAME_BYTES * 2],
-                      char to[PATH_ROOM], fault *f) {
-    char number[16] = "";
-    for (int i = 2;; i++) {
-        snprintf(left, NAME_BYTES * 2, "%s.left%s", name, number);
-        if (!files_join(to, PATH_ROOM, root, left, f)) return false;
-        if (!files_exist(to)) return true;
-        snprintf(number, sizeof number, "%d", i);
-    }
-}
-
 static bool leave(const char *root, const char *name, const listener *notes, fault *f) {
-    char path[PATH_ROOM], to[PATH_ROOM], left[NAME_BYTES * 2];
-    if (!files_join(path, sizeof path, root, name, f) || !free_name(root, name, left, to, f))
+    char path[PATH_ROOM], to[PATH_ROOM];
+    if (!files_join(path, sizeof path, root, name, f) || !files_spare(path, to, sizeof to, f))
         return false;
     if (rename(path, to)) return fault_errno(f, "%s: cannot be renamed", path);
-    listener_say(notes, "%s: later than where this run goes on from, now %s", path, left);
+    listener_say(notes, "%s: later than where this run goes on from, now %s", path,
+                 strrchr(to, '/') + 1);
     return true;
 }
 
 bool checkpoint_set_aside(const checkpoint *k, const char *out_dir, const listener *notes,
                           fault *f) {
-    char root[PATH_ROOM], path[PATH_ROOM], to[PATH_ROOM], name[NAME_BYTES], left[NAME_BYTES * 2];
+    char root[PATH_ROOM], path[PATH_ROOM], to[PATH_ROOM], name[NAME_BYTES];
     snprintf(name, sizeof name, "step_%08" PRId64, k->state.step);
     if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
-        !files_join(path, sizeof path, root, name, f) || !free_name(root, name, left, to, f))
+        !files_join(path, sizeof path, root, name, f) || !files_spare(path, to, sizeof to, f))
         return false;
     if (!same_folder(path, k->path)) return true;
     if (!take_folder(k, to, &k->config, f)) return false;
-    listener_say(notes, "%s: replaced, and kept as %s", path, left);
+    listener_say(notes, "%s: replaced, and kept as %s", path, strrchr(to, '/') + 1);
     return true;
 }
 
