@@ -203,6 +203,11 @@ def try_trainer(trainer, folder):
     check(code == 2 and "environment NSA_TB_DISABLE=maybe: must be true or false" in said, "by environment:", said)
 
 
+def try_cut_short(program):
+    for name, whole in (("--temp", "--temperature"), ("--vers", "--version"), ("--hel", "--help")):
+        program.refuses(*stand_ins(program), name, says=f"{name}: unknown option; did you mean {whole}?")
+
+
 def try_import(program, folder):
     """What config.json says is not blamed on a flag."""
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 64, "hidden_size": 99999, '
@@ -218,6 +223,8 @@ for each in programs:
     try_program(each)
     if each.name == "train_tiny":
         try_trainer(each, folder)
+    if each.name == "generate":
+        try_cut_short(each)
     if each.name == "convert import":
         try_import(each, folder)
 for finding in findings:

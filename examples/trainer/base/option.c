@@ -473,7 +473,9 @@ static void suggest(const option_command *c, const char *name, char *text, size_
     }
     const option *other = option_nearest(always, sizeof always / sizeof *always, name, flag_of);
     near = option_nearest(c->rows, c->count, name, flag_of);
-    if (other && (!near || distance(name, other->flag) <= distance(name, near->flag))) near = other;
+    bool cut_short = near && !strncmp(near->flag, name, strlen(name)); /* --temp is --temperature */
+    if (other && !cut_short && (!near || distance(name, other->flag) <= distance(name, near->flag)))
+        near = other;
     if (near) snprintf(text, bytes, "; did you mean %s?", near->flag);
 }
 
