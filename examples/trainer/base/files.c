@@ -370,6 +370,11 @@ bool files_exist(const char *path) {
     return !lstat(path, &s);
 }
 
+bool files_same(const char *a, const char *b) {
+    struct stat x, y;
+    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
 bool files_spare(const char *path, char *to, size_t bytes, fault *f) {
     char number[16] = "";
     for (int i = 2;; i++) {

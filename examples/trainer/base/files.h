@@ -88,6 +88,9 @@ bool files_remove_folder(const char *path, fault *f);
 
 bool files_exist(const char *path);
 
+/* Whether two paths lead to one file or folder that is there. */
+bool files_same(const char *a, const char *b);
+
 /* The first name for what is there that is free: PATH.left, PATH.left2 ... */
 bool files_spare(const char *path, char *to, size_t bytes, fault *f);
 

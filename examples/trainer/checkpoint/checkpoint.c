@@ -667,11 +667,6 @@ static bool take_folder(const checkpoint *k, const char *folder, const config *c
     return ok;
 }
 
-static bool same_folder(const char *a, const char *b) {
-    struct stat x, y;
-    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
 static bool same_settings(const config *a, const config *b) {
     json_t *x = config_to_json(a), *y = config_to_json(b);
     bool same = x && y && json_equal(x, y);
@@ -691,7 +686,7 @@ bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c,
         !files_join(aside, sizeof aside, root, hidden, f) || !files_make_folder(root, f) ||
         !sweep(root, f))
         return false;
-    bool is_it = same_folder(path, k->path) && same_settings(c, &k->config);
+    bool is_it = files_same(path, k->path) && same_settings(c, &k->config);
     if (!is_it && (!take_folder(k, aside, c, f) || !put_in_place(root, aside, name, f))) {
         files_remove_folder(aside, &unused);
         return false;
@@ -716,7 +711,7 @@ bool checkpoint_set_aside(const checkpoint *k, const char *out_dir, const listen
     if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
         !files_join(path, sizeof path, root, name, f) || !files_spare(path, to, sizeof to, f))
         return false;
-    if (!same_folder(path, k->path)) return true;
+    if (!files_same(path, k->path)) return true;
     if (!take_folder(k, to, &k->config, f)) return false;
     listener_say(notes, "%s: replaced, and kept as %s", path, strrchr(to, '/') + 1);
     return true;

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/files.h"
+
 extern char **environ;
 
 static const char *environment_of(const option *e) {
@@ -272,6 +274,8 @@ static bool check_data(const config *c, fault *f) {
                       "synthetic) with"
                     : "must name a file or a folder (--data PATH) with",
                 "data.dataset", f) &&
+           rule(c, !files_same(c->data.path, c->train.out_dir), "data.path",
+                "must be another folder than that of the run's own files,", "train.out_dir", f) &&
            rule(c, option_layers_of(c->runtime.gradient_checkpointing).last < c->model.n_layers,
                 "runtime.gradient_checkpointing", "must name layers, from 0, below",
                 "model.n_layers", f) &&
