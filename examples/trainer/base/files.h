@@ -88,6 +88,9 @@ bool files_remove_folder(const char *path, fault *f);
 
 bool files_exist(const char *path);
 
+/* False, with its fault: `head` is what a clone without Git LFS has where the file would be. */
+bool files_check_fetched(const char *path, const char *head, size_t bytes, fault *f);
+
 /* Whether two paths lead to one file or folder that is there. */
 bool files_same(const char *a, const char *b);
 
