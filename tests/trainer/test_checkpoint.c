@@ -186,6 +186,8 @@ static void test_latest(void) {
     refuse(test_path("nowhere"), "nowhere: no checkpoint");
     test_mkdir("empty");
     refuse(test_path("empty"), "empty: no checkpoint: must be a folder with a state.json");
+    test_write_text(test_path("empty/config.json"), "{}");
+    refuse(test_path("empty"), "under checkpoints/; of one of transformers `convert import`");
 }
 
 /* Half removed: its state is there, its tensors are not. Without `latest` it must not be taken. */

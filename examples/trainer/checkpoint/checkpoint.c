@@ -469,10 +469,12 @@ bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
         if (!files_join(k->path, sizeof k->path, "", path, f)) return false;
     } else if (!files_join(root, sizeof root, path, "checkpoints", f) ||
                (!find_latest(root, k->path, f) && !find_latest(path, k->path, f))) {
+        bool foreign = files_join(root, sizeof root, path, "config.json", f) && files_exist(root);
         return fault_set(f,
                          "%s: no checkpoint: must be a folder with a state.json, or a run's "
-                         "out_dir with one under checkpoints/",
-                         path);
+                         "out_dir with one under checkpoints/%s",
+                         path,
+                         foreign ? "; of one of transformers `convert import` makes one" : "");
     }
     if (read_state(k, f) && find_tokenizer(k, f)) return true;
     checkpoint_close(k);
