@@ -335,9 +335,8 @@ static bool add_file(corpus *c, const format_file *file, fault *f) {
     int fd = files_open(file->path, f);
     if (fd < 0) return false;
     bool shard = file->format.kind == FORMAT_SHARD || o->config->dataset == CONFIG_BIN;
-    bool ok =
-        (shard ? open_shard(o, file, &p, f) : open_text(c, file, fd, &p, f)) &&
-        source_add_contents(&c->base.fingerprint, fd, file->path, file->size, c->files.count, f);
+    bool ok = (shard ? open_shard(o, file, &p, f) : open_text(c, file, fd, &p, f)) &&
+              source_add_file(&c->base.fingerprint, fd, &c->files, file, f);
     close(fd);
     if (ok && p.count > MOST_TOKENS - c->tokens)
         ok = fault_set(f, "%s: more than %lld tokens with those before it", file->path,
@@ -350,7 +349,6 @@ static bool add_file(corpus *c, const format_file *file, fault *f) {
     c->pieces[c->count++] = p;
     c->tokens += p.count;
     if (file->use == FORMAT_VALIDATE) c->held += p.count;
-    c->base.fingerprint = XXH64(file->name, strlen(file->name), c->base.fingerprint);
     return true;
 }
 

@@ -366,9 +366,8 @@ static bool count_shards(stream *s, fault *f) {
     for (size_t i = 0; i < s->files.count; i++) {
         const format_file *file = &s->files.files[i];
         if (file->use == FORMAT_TRAIN) s->file_bytes += file->size;
-        h = XXH64(file->path, strlen(file->path), h);
         int fd = files_open(file->path, f);
-        bool ok = fd >= 0 && source_add_contents(&h, fd, file->path, file->size, s->files.count, f);
+        bool ok = fd >= 0 && source_add_file(&h, fd, &s->files, file, f);
         if (fd >= 0) close(fd);
         if (!ok) return false;
     }
