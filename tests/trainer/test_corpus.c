@@ -387,8 +387,8 @@ static void test_wide_bin(void) {
     data_batch b;
     data *d = data_open(&o, &why);
     TEST_FAULT(d && data_next(d, &b, &why), &why,
-               "wide.bin: token 2147483648 at byte &must be below the vocabulary's 2147483647; a "
-               "vocabulary has 2147483647 at most, for a token is an int32");
+               "wide.bin: token 2147483648 at byte &must be below the vocabulary's 2147483647 "
+               "(model.vocab_size); a vocabulary has 2147483647 at most, for a token is an int32");
     data_close(d);
 }
 
@@ -466,6 +466,8 @@ static void test_leaps(void) {
 
 static void test_refusals(void) {
     refuse_path(CONFIG_TEXT, test_path("nowhere"), "nowhere: cannot read the data&No such file");
+    refuse_path(CONFIG_TEXT, test_path("train_*.bin"),
+                "train_*.bin: cannot read the data (no pattern: give the folder): No such file");
     test_write_text(test_path("empty.txt"), "");
     refuse_path(CONFIG_TEXT, test_path("empty.txt"), "empty.txt: an empty file");
     test_write_text(test_path("short.txt"), "hello");

@@ -83,12 +83,14 @@ static bool read_stored(corpus *c, size_t i, int64_t first, int64_t count, int32
     for (int64_t k = 0; k < count; k++) {
         int64_t token = token_at(at + k * p->width, p->width);
         if (token >= vocab)
-            return fault_in_data(
-                f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld%s", p->path,
-                (long long)token, (long long)(offset + k * p->width), (long long)vocab,
-                token < INT32_MAX ? ""
-                                  : "; a vocabulary has 2147483647 at most, for a "
-                                    "token is an int32 where it is used");
+            return fault_in_data(f,
+                                 "%s: token %lld at byte %lld: must be below the vocabulary's %lld "
+                                 "(model.vocab_size)%s",
+                                 p->path, (long long)token, (long long)(offset + k * p->width),
+                                 (long long)vocab,
+                                 token < INT32_MAX ? ""
+                                                   : "; a vocabulary has 2147483647 at most, for a "
+                                                     "token is an int32 where it is used");
         tokens[k] = (int32_t)token;
     }
     return true;
