@@ -248,8 +248,8 @@ static bool parse_name(const char *name, int64_t *step) {
     return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
 }
 
-/* Makes root/which a link to the checkpoint of that name. A copy that has followed links (scp, a
-   bucket) has a folder there, which is kept. */
+/* Makes root/which a link to the checkpoint of that name, or a file that holds it where there are no
+   links (FAT, drives of a cloud). A copy that has followed links has a folder there: it is kept. */
 static bool point(const char *root, const char *which, const char *name, fault *f) {
     char link[PATH_ROOM], aside[PATH_ROOM], left[PATH_ROOM], hidden[NAME_BYTES];
     snprintf(hidden, sizeof hidden, ".%.40s", which);
@@ -257,7 +257,8 @@ static bool point(const char *root, const char *which, const char *name, fault *
         !files_join(aside, sizeof aside, root, hidden, f))
         return false;
     unlink(aside);
-    bool ok = !symlink(name, aside) && !rename(aside, link);
+    if (symlink(name, aside) && !files_replace(aside, name, strlen(name), f)) return false;
+    bool ok = !rename(aside, link);
     if (!ok && errno == EISDIR && files_spare(link, left, sizeof left, f))
         ok = !rename(link, left) && !rename(aside, link);
     if (!ok) return fault_errno(f, "%s: cannot point it at %s", link, name);
@@ -272,6 +273,11 @@ static void pointed(const char *root, const char *which, char name[NAME_BYTES]) 
     ssize_t n = files_join(link, sizeof link, root, which, &unused)
                     ? readlink(link, name, NAME_BYTES - 1)
                     : -1;
+    int fd = n < 0 ? open(link, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW) : -1;
+    if (fd >= 0) {
+        n = read(fd, name, NAME_BYTES - 1);
+        close(fd);
+    }
     name[n > 0 ? n : 0] = 0;
     if (!parse_name(name, &step)) name[0] = 0;
 }
