@@ -143,7 +143,7 @@ def test_wide():
 
 
 def test_wrong_in_the_first_step():
-    """Data that cannot be used end a run with 2, whatever micro-batch they lie in: another start would find the same."""
+    """Data that cannot be used end a run with 2, whatever micro-batch they lie in: to start again is no help."""
     values = [7] * 3000
     for place in (200, 1500, 2700):
         bad = [*values]

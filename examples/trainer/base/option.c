@@ -529,7 +529,7 @@ static bool missing_fault(const option *o, const char *flag, const char *next, f
     return fault_set(f, "%s: its value is missing; it %s%s", flag, allowed, hint);
 }
 
-/* Of two lines of a script, or a script and who calls it, the earlier would be dropped in silence. */
+/* Of two lines of a script, or a script and who calls it, the earlier would go in silence. */
 static void note_twice(const option_command *c, char **argv, int at, const option *o,
                        const char *value) {
     if (o->kind == OPTION_LIST) return;

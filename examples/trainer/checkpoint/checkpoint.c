@@ -248,8 +248,9 @@ static bool parse_name(const char *name, int64_t *step) {
     return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
 }
 
-/* Makes root/which a link to the checkpoint of that name, or a file that holds it where there are no
-   links (FAT, drives of a cloud). A copy that has followed links has a folder there: it is kept. */
+/* Makes root/which a link to the checkpoint of that name, or a file that holds it where there are
+   no links (FAT, drives of a cloud). A copy that has followed links has a folder there: it stays,
+   by another name. */
 static bool point(const char *root, const char *which, const char *name, fault *f) {
     char link[PATH_ROOM], aside[PATH_ROOM], left[PATH_ROOM], hidden[NAME_BYTES];
     snprintf(hidden, sizeof hidden, ".%.40s", which);

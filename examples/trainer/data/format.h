@@ -54,8 +54,8 @@ bool format_judge(file_format *to, const char *name, const char *head, size_t by
 /* The same of a plain file, with what is inside. */
 bool format_of(file_format *to, const char *path, format_wish wish, fault *f);
 
-/* Of what stands behind the head that was judged, at byte `offset`: a text that goes on as something
-   else is a fault. */
+/* Of what stands behind the head that was judged, at byte `offset`: a text that goes on as
+   something else is a fault. */
 bool format_check_rest(const char *name, const char *text, size_t bytes, int64_t offset, fault *f);
 
 /* A file that is one text, as a prompt is: without its mark; what is none is a fault. */
