@@ -1,6 +1,6 @@
 /* bench_gpu.c: what each branch, the whole, dense attention and a step of decoding take on a GPU,
-   beside the rate of a copy measured in the same run. Steps are of 1, 32 and 128 sequences, as far
-   as there is memory for them.
+   beside the rate of a copy measured in the same run. Steps are of 1, 32 and 128 sequences. A row
+   that there is no memory for says so.
    Twin: bench/bench_attention.c. Not here: PyTorch and other libraries (peers.py), a verdict.
 
    usage: bench_gpu [--json FILE] [--quick] [--count]
@@ -41,7 +41,7 @@ typedef struct problem {
     cudaGraphExec_t step; /* of decoding, once it is recorded */
     void *workspace, *owned[OWNED];
     size_t bytes;
-    int owns;
+    int owns, lacks; /* memory, so that it cannot be timed */
 } problem;
 
 /* As many sequences as a step of decoding takes; each is a copy of the problem's. */
@@ -51,9 +51,16 @@ typedef struct many {
     size_t bytes;
 } many;
 
+/* NULL where there is none, or was none before. */
 static void *device_memory(problem *p, size_t bytes) {
     void *data = NULL;
-    demand(cudaMalloc(&data, bytes ? bytes : 1) == cudaSuccess, "cudaMalloc");
+    cudaError_t e = p->lacks ? cudaSuccess : cudaMalloc(&data, bytes ? bytes : 1);
+    if (e == cudaErrorMemoryAllocation) p->lacks = 1;
+    if (p->lacks) {
+        (void)cudaGetLastError(); /* or the next call reports it */
+        return NULL;
+    }
+    demand(e == cudaSuccess, "cudaMalloc");
     demand(p->owns < OWNED, "more tensors than room for them");
     return p->owned[p->owns++] = data;
 }
@@ -64,6 +71,7 @@ static void *device_memory(problem *p, size_t bytes) {
 static void fill(void *to, size_t bytes, uint32_t seed) {
     enum { PERIOD = 1048573 };
     static uint16_t numbers[PERIOD];
+    if (!to) return;
     if (!seed) {
         demand(cudaMemset(to, 0, bytes) == cudaSuccess, "cudaMemset");
         return;
@@ -133,8 +141,9 @@ static void problem_cache(problem *p) {
     nsa_desc d = p->d;
     d.tokens = d.count = p->d.tokens + CHUNK;
     size_t bytes = nsa_cuda_cache_size(&d, NSA_BF16, CHUNK - 1);
-    demand(nsa_cuda_cache_init(&p->cache, &d, NSA_BF16, CHUNK - 1, device_memory(p, bytes), bytes,
-                               NULL) == NSA_OK,
+    void *memory = device_memory(p, bytes);
+    demand(p->lacks || nsa_cuda_cache_init(&p->cache, &d, NSA_BF16, CHUNK - 1, memory, bytes,
+                                           NULL) == NSA_OK,
            "a cache");
 }
 
@@ -155,11 +164,13 @@ static nsa_status decode(const problem *p, nsa_cache *cache, int first, int coun
     return nsa_cuda_decode(&x, cache, count, NULL, NULL, NULL, workspace, bytes, stream);
 }
 
-static void problem_make(problem *p, const shape *s, int tokens) {
+/* 0: there is no memory for it. */
+static int problem_make(problem *p, const shape *s, int tokens) {
     memset(p, 0, sizeof *p);
     p->d = desc_of(s, tokens);
     problem_views(p);
     problem_cache(p);
+    if (p->lacks) return 0;
     const size_t sizes[] = {nsa_cuda_attention_forward_workspace_size(&p->x, &p->d),
                             nsa_cuda_attention_backward_workspace_size(&p->dx, &p->x, &p->d),
                             nsa_cuda_attend_dense_forward_workspace_size(&p->d),
@@ -167,8 +178,9 @@ static void problem_make(problem *p, const shape *s, int tokens) {
                             nsa_cuda_decode_workspace_size(&p->x, &p->cache, CHUNK)};
     for (int i = 0; i < COUNT(sizes); i++) p->bytes = sizes[i] > p->bytes ? sizes[i] : p->bytes;
     p->workspace = device_memory(p, p->bytes);
-    for (int t = 0; t < tokens; t += CHUNK)
+    for (int t = 0; !p->lacks && t < tokens; t += CHUNK)
         demand(decode(p, &p->cache, t, CHUNK, p->workspace, p->bytes, NULL) == NSA_OK, "a chunk");
+    return !p->lacks;
 }
 
 /* `batch` copies of the problem's sequence, which has decoded nothing yet; 0: no room for them. */
@@ -430,6 +442,7 @@ static double copy_rate(void) {
     memset(&p, 0, sizeof p);
     p.bytes = (size_t)1 << 30;
     for (int i = 0; i < 2; i++) fill(device_memory(&p, p.bytes), p.bytes, 0);
+    demand(!p.lacks, "no memory for a copy of 1 GiB");
     double rate = 2e-6 * (double)p.bytes / (double)milliseconds(run_copy, &p, &spread);
     problem_free(&p);
     return rate;
@@ -439,7 +452,7 @@ static double copy_rate(void) {
 
 typedef struct report {
     FILE *json;
-    int rows;
+    int rows, count_only;
 } report;
 
 static void report_row(report *r, const nsa_desc *d, int i, float ms, float spread) {
@@ -448,7 +461,7 @@ static void report_row(report *r, const nsa_desc *d, int i, float ms, float spre
     printf("%-8s %-5s %3d  %2d %2d %3d/%3d  %6d  %9.4g TFLOP", rows[i].branch, rows[i].pass, batch,
            d->heads, d->kv_heads, d->dim, d->dim_v, d->tokens, flops * 1e-12);
     if (ms > 0) printf("  %9.3f ms  %7.1f TFLOP/s", (double)ms, flops / (double)ms * 1e-9);
-    printf("\n");
+    printf("%s\n", ms > 0 || r->count_only ? "" : "  no memory for it");
     if (!r->json) return;
     fprintf(r->json, "%s\n  {\"branch\": \"%s\", \"pass\": \"%s\", \"batch\": %d, \"heads\": %d, ",
             r->rows++ ? "," : "", rows[i].branch, rows[i].pass, batch, d->heads);
@@ -463,27 +476,27 @@ static void report_row(report *r, const nsa_desc *d, int i, float ms, float spre
     fflush(r->json); /* what a run that is cut short has measured is told */
 }
 
-static void measure(report *r, const shape *s, int tokens, int count_only) {
-    problem p;
+static void measure(report *r, const shape *s, int tokens) {
+    problem p = {.lacks = 0};
     nsa_desc d = desc_of(s, tokens);
-    if (!count_only) {
-        problem_make(&p, s, tokens);
+    const int made = !r->count_only && problem_make(&p, s, tokens);
+    if (made) {
         demand(run_nsa(&p) == NSA_OK && run_dense(&p) == NSA_OK, "the whole");
         problem_near(&p);
     }
     for (int i = 0; i < COUNT(rows); i++) {
-        const int steps = rows[i].batch && !count_only;
+        const int steps = rows[i].batch && made;
         float spread = 0, ms = 0;
-        if (!count_only && (!steps || many_make(&sequences, &p, rows[i].batch)))
+        if (made && (!steps || many_make(&sequences, &p, rows[i].batch)))
             ms = milliseconds(rows[i].run, &p, &spread);
         report_row(r, &d, i, ms, spread);
         if (steps && sequences.memory) many_free(&sequences);
-        if (!count_only && p.step) {
+        if (p.step) {
             demand(cudaGraphExecDestroy(p.step) == cudaSuccess, "cudaGraphExecDestroy");
             p.step = NULL;
         }
     }
-    if (!count_only) problem_free(&p);
+    problem_free(&p);
 }
 
 /* What tells most goes first: the first shape at two lengths. */
@@ -492,13 +505,13 @@ static int is_quick(int s, int t) {
 }
 
 int main(int argc, char **argv) {
-    report r = {NULL, 0};
-    int quick = 0, count_only = 0, devices = 0;
+    report r = {NULL, 0, 0};
+    int quick = 0, devices = 0;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick"))
             quick = 1;
         else if (!strcmp(argv[i], "--count"))
-            count_only = 1;
+            r.count_only = 1;
         else if (!strcmp(argv[i], "--json") && i + 1 < argc && (r.json = fopen(argv[i + 1], "w")))
             i++;
         else {
@@ -507,17 +520,17 @@ int main(int argc, char **argv) {
             return 2;
         }
     }
-    if (!count_only && (cudaGetDeviceCount(&devices) != cudaSuccess || !devices)) {
+    if (!r.count_only && (cudaGetDeviceCount(&devices) != cudaSuccess || !devices)) {
         fprintf(stderr, "bench_gpu: no GPU\n");
         return 77;
     }
-    double copy = count_only ? 0 : copy_rate();
+    double copy = r.count_only ? 0 : copy_rate();
     if (r.json) fprintf(r.json, "{\"copy_gbs\": %.5g, \"rows\": [", copy);
     printf("a copy: %.0f GB/s\n", copy);
     for (int rest = 0; rest < 2 - quick; rest++)
         for (int s = 0; s < COUNT(shapes); s++)
             for (int t = 0; t < COUNT(tokens_of); t++)
-                if (is_quick(s, t) != rest) measure(&r, &shapes[s], tokens_of[t], count_only);
+                if (is_quick(s, t) != rest) measure(&r, &shapes[s], tokens_of[t]);
     if (r.json) fprintf(r.json, "\n]}\n");
     return r.json && fclose(r.json) ? 1 : 0;
 }

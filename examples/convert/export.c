@@ -371,11 +371,6 @@ static bool is_export(const char *folder) {
     return ours;
 }
 
-static bool same_folder(const char *a, const char *b) {
-    struct stat x, y;
-    return b[0] && !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
 enum kind { MODEL, TOKENIZER, OTHER, CODE };
 
 /* What an export has or had, in the order in which it goes: first its name as a model, which comes
@@ -407,7 +402,7 @@ enum { FILES = sizeof files / sizeof *files };
 
 /* Another model's files stay, and so does what transformers would read beside ours: a fault. */
 static bool check_folder(const char *folder, const char *tokenizer_from, fault *f) {
-    bool again = is_export(folder), source = same_folder(folder, tokenizer_from);
+    bool again = is_export(folder), source = files_same(folder, tokenizer_from);
     for (size_t i = 0; i < FILES; i++) {
         enum kind kind = files[i].kind;
         if (kind == CODE || (source && kind == TOKENIZER) || !has_file(folder, files[i].name))
@@ -466,7 +461,7 @@ bool export_folder(const checkpoint *k, const char *folder, const listener *note
         json_decref(generation);
         return false;
     }
-    bool source = same_folder(folder, c->data.tokenizer_path);
+    bool source = files_same(folder, c->data.tokenizer_path);
     if (write_parts(k, made, vocab, generation, notes, f))
         return put_in_place(made, folder, source, f);
     files_remove_folder(made, &unused);

@@ -120,6 +120,7 @@ static bool check_effects(const options *o, fault *f) {
 option_outcome options_read(options *o, int argc, char **argv, fault *f) {
     option rows[OWN + SHARED];
     const char *words[2];
+    const listener notes = listener_stderr();
     option_command command = {
         .name = "generate",
         .summary = "text from a checkpoint of train_tiny or train_125m.\n\nCHECKPOINT is the "
@@ -127,6 +128,7 @@ option_outcome options_read(options *o, int argc, char **argv, fault *f) {
         .words = "CHECKPOINT",
         .rows = rows,
         .count = table(rows),
+        .hears = &notes,
     };
     memset(o, 0, sizeof *o);
     option_defaults(own, OWN, o);

@@ -26,6 +26,7 @@ static const double LEARNT = 0.99;
 
 typedef struct run {
     const char *folder;
+    char latest[CONFIG_PATH_BYTES]; /* what checkpoints/latest names where it is no link, or "" */
     json_t *metrics, *env;          /* NULL: missing or unreadable */
     double most_asked, began_after; /* steps */
     int starts, unread;             /* lines of history.jsonl that can be read, that cannot */
@@ -46,8 +47,12 @@ static void judge(run *r, const char *criterion, bool holds, const char *format,
 }
 
 static bool path_of(const run *r, const char *name, char path[CONFIG_PATH_BYTES + 64]) {
+    static const char latest[] = "checkpoints/latest/";
+    const size_t length = sizeof latest - 1;
     fault unused;
-    return files_join(path, CONFIG_PATH_BYTES + 64, r->folder, name, &unused);
+    bool named = r->latest[0] && !strncmp(name, latest, length);
+    return files_join(path, CONFIG_PATH_BYTES + 64, named ? r->latest : r->folder,
+                      name + (named ? length : 0), &unused);
 }
 
 static json_t *read_json(const run *r, const char *name) {
@@ -323,6 +328,8 @@ static void judge_figures(run *r) {
 static void judge_checkpoint(run *r) {
     checkpoint k;
     fault why;
+    struct stat s;
+    char path[CONFIG_PATH_BYTES + 64];
     double done = number(r, "steps_done");
     if (!checkpoint_open(&k, r->folder, &why)) {
         judge(r, "checkpoint", false, "%s", why.text);
@@ -333,6 +340,8 @@ static void judge_checkpoint(run *r) {
     else
         judge(r, "checkpoint", (double)k.state.step == done, "of step %lld, whole (%.0f were done)",
               (long long)k.state.step, done);
+    if (path_of(r, "checkpoints/latest", path) && !lstat(path, &s) && S_ISREG(s.st_mode))
+        memcpy(r->latest, k.path, sizeof r->latest);
     checkpoint_close(&k);
 }
 

@@ -1,7 +1,7 @@
 /* disk_fault.c - loaded before a program (LD_PRELOAD): kills it at the KILL_AT-th call that changes
    a file or a folder, before the call is done; or lets a disk be full once, when the FULL_AT-th
-   write goes to a file whose path ends with FULL_NAME, of which half is written. Twin:
-   test_going_back.py. */
+   write goes to a file whose path ends with FULL_NAME, of which half is written; or, with NO_LINKS,
+   is a disk that has no links. Twin: test_going_back.py. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -17,6 +17,11 @@ static int number_of(const char *name) {
     return text ? atoi(text) : 0;
 }
 
+static int has_links(void) {
+    errno = EPERM;
+    return !getenv("NO_LINKS");
+}
+
 static void count(void) {
     static int calls; /* atomic: several threads write */
     if (__atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED) == number_of("KILL_AT")) raise(SIGKILL);
@@ -29,11 +34,13 @@ int rename(const char *from, const char *to) {
 
 int link(const char *from, const char *to) {
     count();
+    if (!has_links()) return -1;
     return (int)syscall(SYS_linkat, AT_FDCWD, from, AT_FDCWD, to, 0);
 }
 
 int symlink(const char *target, const char *path) {
     count();
+    if (!has_links()) return -1;
     return (int)syscall(SYS_symlinkat, target, AT_FDCWD, path);
 }
 

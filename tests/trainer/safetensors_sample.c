@@ -14,7 +14,7 @@ int main(int argc, char **argv) {
                                  {"f64", SAFETENSORS_F64, 1, {4}, d},
                                  {"f16", SAFETENSORS_F16, 1, {2}, h},
                                  {"i64", SAFETENSORS_I64, 1, {1}, i}};
-    fault why = {"usage: safetensors_sample write|check FILE"};
+    fault why = {.text = "usage: safetensors_sample write|check FILE"};
     uint64_t bytes, xxh64;
     bool ok = false;
     if (argc == 3 && !strcmp(argv[1], "write"))

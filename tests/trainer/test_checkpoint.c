@@ -186,6 +186,8 @@ static void test_latest(void) {
     refuse(test_path("nowhere"), "nowhere: no checkpoint");
     test_mkdir("empty");
     refuse(test_path("empty"), "empty: no checkpoint: must be a folder with a state.json");
+    test_write_text(test_path("empty/config.json"), "{}");
+    refuse(test_path("empty"), "under checkpoints/; of one of transformers `convert import`");
 }
 
 /* Half removed: its state is there, its tensors are not. Without `latest` it must not be taken. */
@@ -314,6 +316,16 @@ static void test_best(void) {
     CHECK(exists("best/checkpoints/step_00000008") && !exists("best/checkpoints/step_00000010"),
           "the best stays");
     expect_step(test_path("best"), 12);
+    check_case("latest and best as folders, of a copy that followed links");
+    CHECK(!unlink(test_path("best/checkpoints/latest")) &&
+              !unlink(test_path("best/checkpoints/best")),
+          "they were links");
+    test_mkdir("best/checkpoints/best");
+    test_mkdir("best/checkpoints/latest");
+    test_write_text(test_path("best/checkpoints/latest/state.json"), "kept");
+    save_with_loss(test_path("best"), 13, 1, 0);
+    CHECK(best_of(test_path("best")) == 13, "best is a link");
+    CHECK(exists("best/checkpoints/latest.left/state.json"), "what was there is kept");
     check_case("best, going back");
     for (int i = 0; i < 6; i++) save_with_loss(test_path("ahead"), i + 1, 6 - i, 0);
     CHECK(best_of(test_path("ahead")) == 6, "the last");

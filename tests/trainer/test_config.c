@@ -443,6 +443,9 @@ static void test_rules(void) {
     refuse("--rope-scaling yarn", "model.rope_trained_context = 0 (default): must be above 0");
     refuse("--dataset bin", "data.path = &must name a file or a folder&data.dataset = bin");
     refuse("--dataset auto", "data.path = &must name a file or a folder&--dataset synthetic&auto");
+    snprintf(place, sizeof place, "--data %s --out-dir %s/.", test_root, test_root);
+    refuse(place,
+           "data.path = &must be another folder than that of the run's own files, train.out_dir");
     accept("--steps 10 --warmup-steps 10");
     CHECK(strstr(test_said, "train.warmup_steps = 10 with train.steps = 10"), "%s", test_said);
     accept("--steps 10 --warmup-steps 9");

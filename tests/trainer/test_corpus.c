@@ -218,27 +218,50 @@ static void test_little_validation(void) {
     data_close(d);
 }
 
-/* Processes that have other contents under one path must notice. */
+static uint64_t print_of(const char *path, int64_t times, uint64_t seed) {
+    data_options o = options_for(CONFIG_DATASET_AUTO, path);
+    o.seq_len = times * SEQ;
+    o.seed = seed;
+    data *d = data_open(&o, &why);
+    uint64_t print = d ? data_fingerprint(d) : 0;
+    CHECK(d != NULL, "%s: %s", path, why.text);
+    data_close(d);
+    return print;
+}
+
+/* Processes that have other contents under one path must notice; data that were moved are the same,
+   of which the order of a folder's files is a part. */
 static void test_fingerprint(void) {
     enum { RECORDS = 300000 };
-    uint64_t before, after;
     check_case("contents");
     write_records(test_path("print.txt"), 0, RECORDS);
-    data_options o = options_for(CONFIG_TEXT, test_path("print.txt"));
-    data *d = data_open(&o, &why);
-    before = d ? data_fingerprint(d) : 0;
-    data_close(d);
+    uint64_t before = print_of(test_path("print.txt"), 1, 11);
     write_records(test_path("print.txt"), 1, RECORDS);
-    o = options_for(CONFIG_TEXT, test_path("print.txt"));
-    d = data_open(&o, &why);
-    after = d ? data_fingerprint(d) : 0;
-    data_close(d);
+    uint64_t after = print_of(test_path("print.txt"), 1, 11);
     CHECK(before && after && before != after, "the same size, other contents: the same print");
-    o.seq_len = 2 * SEQ;
-    o.seed = 99;
-    d = data_open(&o, &why);
-    CHECK(d && data_fingerprint(d) == after, "settings are not contents");
-    data_close(d);
+    CHECK(print_of(test_path("print.txt"), 2, 99) == after, "settings are not contents");
+    CHECK(!rename(test_path("print.txt"), test_path("moved.txt")), "rename");
+    CHECK(print_of(test_path("moved.txt"), 1, 11) == after, "a file of another name");
+    static const char *const names[] = {"a.txt", "a.jsonl"};
+    char text[4096] = "";
+    while (strlen(text) < sizeof text - 64) strcat(text, "{\"text\": \"some words of it\"}\n");
+    for (int i = 0; i < 2; i++) {
+        char here[32], there[32], other[32];
+        snprintf(here, sizeof here, "here%d", i);
+        snprintf(there, sizeof there, "there%d/%s", i, names[i]);
+        snprintf(other, sizeof other, "there%d/b%s", i, names[i] + 1);
+        test_mkdir(here);
+        snprintf(here, sizeof here, "here%d/%s", i, names[i]);
+        test_write_text(test_path(here), text);
+        here[5] = there[6] = 0;
+        before = print_of(test_path(here), 1, 11);
+        CHECK(!rename(test_path(here), test_path(there)), "rename");
+        CHECK(print_of(test_path(there), 1, 11) == before, "%s in another folder", names[i]);
+        there[6] = '/';
+        CHECK(!rename(test_path(there), test_path(other)), "rename");
+        there[6] = 0;
+        CHECK(print_of(test_path(there), 1, 11) != before, "%s of another name", names[i]);
+    }
 }
 
 /* ---- .bin shards ---- */
@@ -364,8 +387,8 @@ static void test_wide_bin(void) {
     data_batch b;
     data *d = data_open(&o, &why);
     TEST_FAULT(d && data_next(d, &b, &why), &why,
-               "wide.bin: token 2147483648 at byte &must be below the vocabulary's 2147483647; a "
-               "vocabulary has 2147483647 at most, for a token is an int32");
+               "wide.bin: token 2147483648 at byte &must be below the vocabulary's 2147483647 "
+               "(model.vocab_size); a vocabulary has 2147483647 at most, for a token is an int32");
     data_close(d);
 }
 
@@ -443,6 +466,8 @@ static void test_leaps(void) {
 
 static void test_refusals(void) {
     refuse_path(CONFIG_TEXT, test_path("nowhere"), "nowhere: cannot read the data&No such file");
+    refuse_path(CONFIG_TEXT, test_path("train_*.bin"),
+                "train_*.bin: cannot read the data (no pattern: give the folder): No such file");
     test_write_text(test_path("empty.txt"), "");
     refuse_path(CONFIG_TEXT, test_path("empty.txt"), "empty.txt: an empty file");
     test_write_text(test_path("short.txt"), "hello");

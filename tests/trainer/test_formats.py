@@ -190,6 +190,17 @@ def test_text():
     bare = place({"zeros.dat": b"a\0b\n" * 99}) / "zeros.dat"
     refuses("zeros.dat", b"a\0b\n" * 99, "holds zero bytes", "--dataset text", trains=True)
     train(bare, "--dataset", "text")
+    turns = b"plain text\n" * 6000 + b"\0" * 999 + b"plain text\n" * 6000  # behind the head that is judged
+    words = ("text that is none at byte ", "--dataset text")
+    refuses("turns.txt", turns, words[0] + "66000", words[1])
+    found, said = convert("-", given=turns)
+    check(found is None and words[0] + "66000" in said, said)
+    bare = place({"turns.txt": b"plain text\n" * 60000 + bytes(9999) + b"plain text\n" * 60000}) / "turns.txt"
+    said = train(bare, "--steps", 500, "--val-fraction", 0, code=2)  # which no other start would better
+    check(all(word in said for word in words) and "| saved" in said, said)
+    train(bare, "--steps", 500, "--dataset", "text")
+    if "zlib" in libraries:
+        refuses("turns.txt.gz", gzip.compress(turns), words[0] + "66000", trains=True)
 
 
 def test_packed():

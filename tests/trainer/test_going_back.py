@@ -1,5 +1,5 @@
 """No row of a run's tables is lost: not where a run that goes back to an earlier checkpoint is killed at any call
-that changes a file, nor where a disk was full once.
+that changes a file, nor where a disk was full once, nor where it has no links (FAT, drives of a cloud).
 
 usage: test_going_back.py PROGRAM FOLDER DISK_FAULT EVERY: of the calls at which it could be killed, every so many-th
 is tried. Twins: disk_fault.c, train_open.c, telemetry/csv.c. Kills of an ordinary resume are test_saves.py's.
@@ -73,4 +73,16 @@ for at in (1, 2, 4):
     check_tables(out, "full at heartbeat", at)
     for line in (out / "heartbeat_rank0.jsonl").read_text().splitlines():
         json.loads(line)
+
+# Without links `latest` and `best` are files that say the name, and count as links do.
+no_links = {"LD_PRELOAD": fault, "NO_LINKS": "1"}
+out, _, _ = runs.train("no_links", *SAVES, "--steps", 6, "--keep-checkpoints", 1, **no_links)
+folder = out / "checkpoints"
+check((folder / "latest").read_text() == "step_00000006" and not (folder / "latest").is_symlink(), "latest")
+(folder / "latest").write_text("step_00000003")
+(folder / "best").write_text("step_00000003")
+shutil.copytree(folder / "step_00000006", folder / "step_00000003")
+_, said, _ = runs.train("no_links", "--resume", "--steps", STEPS, **no_links)
+check("resumed after step 6 of 9, from " in said and "step_00000003" in said, said)
+check_tables(out, "without links")
 done()

@@ -116,6 +116,14 @@ def try_option(program, name, option):
             program.refuses(*words, name, value, says=f"{name} {shown}: must be")
 
 
+def try_twice(program):
+    """The last of two counts, and whoever gave both hears of it; a list takes many."""
+    for name in [n for n, o in program.options.items() if o["switch"] and n not in ("--help", "--version")][:1]:
+        code, text, said = program.run(*stand_ins(program), f"{name}=yes", f"{name}=no", "--nothing-like-it")
+        first = f"warning: {name}: given twice, first as {name}=yes; the last one counts, no\n"
+        check(code == 2 and said.startswith(first) and said.count("twice") == 1, program.name, name, "twice:", said)
+
+
 def try_words(program):
     words = stand_ins(program)
     several = program.words and program.words[-1].endswith("...")
@@ -147,6 +155,7 @@ def try_program(program):
         check(done.returncode == 2 and "No space left" in done.stderr, program.name, "--help to a full disk")
     check("--help" in program.options and "--version" in program.options, program.name, "lists what it takes")
     try_words(program)
+    try_twice(program)
     for name, option in program.options.items():
         if name not in ("--help", "--version"):
             check(option["lines"][0], program.name, name, "has no line of help")
@@ -179,10 +188,12 @@ def try_trainer(trainer, folder):
     trainer.refuses("stray", says="stray: belongs to no option (--help lists all)")
     trainer.refuses("--config", path, says=f"{path}:4: model.dim = 0: must be an integer in 1 ..")
     trainer.refuses("--local-path", "x" * 2000, says="--local-path x")
-    trainer.refuses("--dataset=synthetic", "--steps=5", "--steps=x", says="--steps x: must be")
+    code, text, said = trainer.run("--dataset=synthetic", "--steps=5", "--steps=x")
+    check(code == 2 and said.splitlines()[-1].startswith("--steps x: must be"), "a bad second one:", said)
     code, text, said = trainer.run("--dataset=text", "--check", "--steps=5", "--steps", "6", "--prompt=--check",
                                    "--local-path", path, "--no-qk-norm", "--sample=1")
     check(re.search(r"train\.steps +6 +command line --steps\n", text), "the last of two counts:", text, said)
+    check(said.startswith("warning: --steps: given twice, first as --steps=5; the last one counts, 6\n"), "of two:", said)
     check(re.search(r"sample\.prompt +--check +command line --prompt\n", text), "a value behind =:", text)
     check(re.search(r"data\.path +\S+ +command line --local-path\n", text), "the name that was given:", text)
     check(re.search(r"model\.qk_norm +false +command line --no-qk-norm\n", text), "the name that was given:", text)
@@ -190,6 +201,11 @@ def try_trainer(trainer, folder):
     check(code == 2 and f"{path}:4: model.dim" in said and "--config" not in said, "by CONFIG:", said)
     code, text, said = trainer.run("--dataset=synthetic", env={"NSA_TB_DISABLE": "maybe"})
     check(code == 2 and "environment NSA_TB_DISABLE=maybe: must be true or false" in said, "by environment:", said)
+
+
+def try_cut_short(program):
+    for name, whole in (("--temp", "--temperature"), ("--vers", "--version"), ("--hel", "--help")):
+        program.refuses(*stand_ins(program), name, says=f"{name}: unknown option; did you mean {whole}?")
 
 
 def try_import(program, folder):
@@ -207,6 +223,8 @@ for each in programs:
     try_program(each)
     if each.name == "train_tiny":
         try_trainer(each, folder)
+    if each.name == "generate":
+        try_cut_short(each)
     if each.name == "convert import":
         try_import(each, folder)
 for finding in findings:

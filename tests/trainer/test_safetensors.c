@@ -126,6 +126,8 @@ static void refuse(const char *header, size_t data, const char *words) {
 static void test_hostile(void) {
     refuse_bytes("", 0, "shorter than 8 bytes");
     refuse_bytes("\1\0\0\0\0\0\0", 7, "shorter than 8 bytes");
+    static const char pointer[] = "version https://git-lfs.github.com/spec/v1\noid sha256:00\n";
+    refuse_bytes(pointer, sizeof pointer - 1, "a pointer of Git LFS&git lfs pull");
     refuse_bytes("\xff\xff\xff\xff\xff\xff\xff\xff{}", 10,
                  "header is said to be 18446744073709551615");
     refuse_bytes("\3\0\0\0\0\0\0\0{}", 10, "header is said to be 3 bytes; the file has 10");

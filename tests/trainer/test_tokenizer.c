@@ -324,6 +324,8 @@ static void test_bad_files(void) {
     refuse("{\"a\": 16777216}", NULL, "token \"a\"&an integer in 0 ..");
     refuse("{\"a\": \"b\"}", NULL, "token \"a\"&an integer in 0 ..");
     refuse("{\"a\": 0, \"b\": 0}", NULL, "id 0 is given twice");
+    refuse("version https://git-lfs.github.com/spec/v1\n", NULL,
+           "vocab.json: a pointer of Git LFS");
     refuse("{\"a b\": 0}", NULL, "not spelled in GPT-2's byte alphabet");
     refuse("{\"\xe6\xbc\xa2\": 0}", NULL, "not spelled in GPT-2's byte alphabet");
     refuse("{\"a\": 0}", NULL, "no token for byte 0; all 256 are needed");

@@ -315,7 +315,8 @@ static void test_refusals(void) {
            "an earlier run is in");
     if (geteuid()) /* root may write anywhere, as far as access() can tell */
         expect(train("--data", text, "--check", "--out-dir", "/proc/nowhere/x", NULL), 2, "/proc");
-    expect(train("--data", text, "--check", "--out-dir", text, NULL), 2,
+    test_write_text(test_path("plain"), "no folder");
+    expect(train("--data", text, "--check", "--out-dir", test_path("plain"), NULL), 2,
            "is a file, must be a folder");
     expect(train("--data", text, "--check", "--batch-size", "65536", "--seq-len", "1048576", NULL),
            2, "train.batch_size x train.seq_len");

@@ -146,6 +146,17 @@ only(changed("weights", lambda out: os.truncate(out / "checkpoints/latest/model.
      "model.safetensors: damaged: 10 bytes")
 
 
+def without_links(out):
+    """As on a file system that has none."""
+    for link in ("latest", "best"):
+        name = os.readlink(out / "checkpoints" / link)
+        (out / "checkpoints" / link).unlink()
+        (out / "checkpoints" / link).write_text(name)
+
+
+check(verdict(changed("without_links", without_links), 0)[1] == artefacts, "latest as a file")
+
+
 def with_line(name, line, text):
     """That line of the file replaced; behind the last, added."""
     def write(out):

@@ -220,6 +220,18 @@ def test_two_in_one_folder(text):
     check(run.wait(120) == 143, run.returncode)
 
 
+def test_renamed(text):
+    """A run whose folder is renamed goes on in two, and says so once."""
+    out, run = runs.start("before", "--data", text, "--steps", 1000000, "--save-every", 0)
+    wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
+    out.rename(runs.root / "after")
+    run.send_signal(signal.SIGTERM)
+    check(run.wait(120) == 143, run.returncode)
+    said = (runs.root / "before.log").read_text()
+    words = f"warning: {out}/training.csv: renamed or removed while the run goes on"
+    check(said.count(words) == 1 and (out / "checkpoints" / "latest").exists(), said[-2000:])
+
+
 def test_told_to_end_in_a_sample(text):
     """The rest of a long text is not written: it ends after a step, as ever."""
     out, run = runs.start("sampling", "--data", text, "--steps", 1000000, "--sample", 1000000)
@@ -264,6 +276,7 @@ with concurrent.futures.ThreadPoolExecutor() as beside:
     test_stalled_reader(corpus)
     test_late_reader(corpus)
     test_two_in_one_folder(corpus)
+    test_renamed(corpus)
     test_told_to_end_in_a_sample(corpus)
     slow.result()
     stopped.result()

@@ -8,12 +8,26 @@
 
 #include "base/text.h"
 
+static bool fill(fault *f, const char *format, va_list args, bool stays) {
+    vsnprintf(f->text, sizeof f->text, format, args);
+    text_keep_printable(f->text);
+    f->stays = stays;
+    return false;
+}
+
 bool fault_set(fault *f, const char *format, ...) {
     va_list args;
     va_start(args, format);
-    vsnprintf(f->text, sizeof f->text, format, args);
+    fill(f, format, args, false);
     va_end(args);
-    text_keep_printable(f->text);
+    return false;
+}
+
+bool fault_in_data(fault *f, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fill(f, format, args, true);
+    va_end(args);
     return false;
 }
 
@@ -28,6 +42,7 @@ bool fault_errno(fault *f, const char *format, ...) {
     if (used >= 0 && (size_t)used < sizeof f->text)
         snprintf(f->text + used, sizeof f->text - (size_t)used, ": %s", reason);
     text_keep_printable(f->text);
+    f->stays = false;
     return false;
 }
 

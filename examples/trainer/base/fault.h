@@ -10,10 +10,14 @@
 typedef struct fault {
     char text[FAULT_BYTES]; /* what, where, and what is allowed; without a newline or other control
                                bytes */
+    bool stays;             /* in what was read: to read it again would find the same */
 } fault;
 
 /* Fills the message and returns false, so that a caller can write `return fault_set(f, ...)`. */
 bool fault_set(fault *f, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* The same of what was read, and will be no better when it is read again. */
+bool fault_in_data(fault *f, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same with ": " and the text of errno behind it. */
 bool fault_errno(fault *f, const char *format, ...) __attribute__((format(printf, 2, 3)));

@@ -370,6 +370,30 @@ bool files_exist(const char *path) {
     return !lstat(path, &s);
 }
 
+bool files_check_fetched(const char *path, const char *head, size_t bytes, fault *f) {
+    static const char pointer[] = "version https://git-lfs.github.com/";
+    return bytes < sizeof pointer || strncmp(head, pointer, sizeof pointer - 1) ||
+           fault_set(f,
+                     "%.700s: a pointer of Git LFS, not the data themselves: fetch them (git lfs "
+                     "pull)",
+                     path);
+}
+
+bool files_same(const char *a, const char *b) {
+    struct stat x, y;
+    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
+bool files_spare(const char *path, char *to, size_t bytes, fault *f) {
+    char number[16] = "";
+    for (int i = 2;; i++) {
+        if ((size_t)snprintf(to, bytes, "%s.left%s", path, number) >= bytes)
+            return fault_set(f, "%.700s: too long a name", path);
+        if (!files_exist(to)) return true;
+        snprintf(number, sizeof number, "%d", i);
+    }
+}
+
 bool files_plain_name(const char *name) {
     char printed[NAME_MOST + 1];
     size_t length = strlen(name);

@@ -88,6 +88,15 @@ bool files_remove_folder(const char *path, fault *f);
 
 bool files_exist(const char *path);
 
+/* False, with its fault: `head` is what a clone without Git LFS has where the file would be. */
+bool files_check_fetched(const char *path, const char *head, size_t bytes, fault *f);
+
+/* Whether two paths lead to one file or folder that is there. */
+bool files_same(const char *a, const char *b);
+
+/* The first name for what is there that is free: PATH.left, PATH.left2 ... */
+bool files_spare(const char *path, char *to, size_t bytes, fault *f);
+
 /* Whether a name that somebody wrote into a file may be joined to a folder: it stays in there, is
    not hidden, and steers no terminal. */
 bool files_plain_name(const char *name);

@@ -59,7 +59,9 @@ json_t *json_file_read(const char *path, const json_limit *limit, fault *f) {
     size_t bytes;
     char *text = files_read(path, limit->bytes, &bytes, f);
     if (!text) return NULL;
-    json_t *root = json_file_parse(path, text, bytes, limit, JSON_REJECT_DUPLICATES, f);
+    json_t *root = NULL;
+    if (files_check_fetched(path, text, bytes, f))
+        root = json_file_parse(path, text, bytes, limit, JSON_REJECT_DUPLICATES, f);
     free(text);
     return root;
 }

@@ -35,8 +35,8 @@ static bool make_room(lines *l, fault *f) {
     }
     if (l->end < l->room) return true;
     if (l->room >= LINES_LONGEST)
-        return fault_set(f, "%s: the line at byte %lld is longer than %d bytes", l->name,
-                         (long long)l->offset, LINES_LONGEST);
+        return fault_in_data(f, "%s: the line at byte %lld is longer than %d bytes", l->name,
+                             (long long)l->offset, LINES_LONGEST);
     size_t room = l->room ? l->room * 2 : 1 << 16;
     char *more = realloc(l->buffer, room);
     if (!more) return fault_set(f, "%s: out of memory for a line", l->name);

@@ -473,7 +473,9 @@ static void suggest(const option_command *c, const char *name, char *text, size_
     }
     const option *other = option_nearest(always, sizeof always / sizeof *always, name, flag_of);
     near = option_nearest(c->rows, c->count, name, flag_of);
-    if (other && (!near || distance(name, other->flag) <= distance(name, near->flag))) near = other;
+    bool cut_short = near && !strncmp(near->flag, name, strlen(name)); /* --temp is --temperature */
+    if (other && !cut_short && (!near || distance(name, other->flag) <= distance(name, near->flag)))
+        near = other;
     if (near) snprintf(text, bytes, "; did you mean %s?", near->flag);
 }
 
@@ -527,6 +529,20 @@ static bool missing_fault(const option *o, const char *flag, const char *next, f
     return fault_set(f, "%s: its value is missing; it %s%s", flag, allowed, hint);
 }
 
+/* Of two lines of a script, or a script and who calls it, the earlier would go in silence. */
+static void note_twice(const option_command *c, char **argv, int at, const option *o,
+                       const char *value) {
+    if (o->kind == OPTION_LIST) return;
+    for (int i = 1; i < at; i++) {
+        size_t length = strcspn(argv[i], "=");
+        if (find_flag(c, argv[i], length) != o && find_negated(c, argv[i], length) != o) continue;
+        listener_say(c->hears,
+                     "warning: %.*s: given twice, first as %.200s; the last one counts, %.200s",
+                     (int)strcspn(argv[at], "="), argv[at], argv[i], value[0] ? value : "\"\"");
+        return;
+    }
+}
+
 /* Takes one option, with its value, off the arguments; *i ends on its last word. */
 static bool take_option(const option_command *c, int argc, char **argv, int *i, option_take *take,
                         void *to, fault *f) {
@@ -534,6 +550,7 @@ static bool take_option(const option_command *c, int argc, char **argv, int *i, 
     size_t length = strcspn(text, "=");
     const option *o = find_flag(c, text, length);
     bool negated = !o;
+    int at = *i;
     const char *value = text[length] ? text + length + 1 : NULL;
     char shown[64];
     fault reason;
@@ -548,8 +565,10 @@ static bool take_option(const option_command *c, int argc, char **argv, int *i, 
     bool is_name = (o->kind == OPTION_STRING || o->kind == OPTION_TEXT) && o->words;
     if (is_name && !value[0]) /* of a variable of the shell that is not set */
         return fault_set(f, "%s \"\": must be a name; without one leave the option out", shown);
-    return take(to, o, text, value, &reason) ||
-           fault_set(f, "%s %.200s: %.512s", shown, value[0] ? value : "\"\"", reason.text);
+    if (!take(to, o, text, value, &reason))
+        return fault_set(f, "%s %.200s: %.512s", shown, value[0] ? value : "\"\"", reason.text);
+    note_twice(c, argv, at, o, value);
+    return true;
 }
 
 /* How many words are named before options, and whether the last one may be several. */
@@ -617,6 +636,9 @@ static bool take_own(void *values, const option *o, const char *flag, const char
 
 option_outcome option_read(const option_command *c, int argc, char **argv, void *values,
                            const char **words, fault *f) {
+    option_command heard = *c;
+    listener notes = listener_stderr();
+    heard.hears = &notes;
     option_defaults(c->rows, c->count, values);
-    return option_parse(c, argc, argv, take_own, values, words, f);
+    return option_parse(&heard, argc, argv, take_own, values, words, f);
 }

@@ -2,8 +2,9 @@
    the ranges, the defaults, --help, --version and what is said of mistakes. Twin: option.c. Where
    else a value may come from (a file, the environment, a checkpoint) is config.h's.
 
-   An option takes its value as the next word or behind "="; given twice, the last one counts. Words
-   behind "--" are no options. A next word that begins with "--" is no value: --prompt=--x is. */
+   An option takes its value as the next word or behind "="; given twice, the last one counts, and
+   that is said. Words behind "--" are no options. A next word that begins with "--" is no value:
+   --prompt=--x is. */
 #ifndef OPTION_H
 #define OPTION_H
 
@@ -72,6 +73,7 @@ typedef struct option_command {
     const char *alias[2]; /* an old name and the flag that it means, or NULL */
     /* NULL, or the option that a stray word is most likely meant for, or NULL */
     const char *(*meant)(const char *word);
+    const listener *hears; /* NULL, or who is told of an option that is given twice */
 } option_command;
 
 typedef enum option_outcome {
@@ -90,7 +92,7 @@ option_outcome option_parse(const option_command *command, int argc, char **argv
                             void *to, const char **words, fault *f);
 
 /* The same for a program whose options are all its own: defaults, then the command line, in
-   `values`. */
+   `values`; its notes go to stderr. */
 option_outcome option_read(const option_command *command, int argc, char **argv, void *values,
                            const char **words, fault *f);
 

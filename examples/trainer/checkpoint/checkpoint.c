@@ -248,16 +248,21 @@ static bool parse_name(const char *name, int64_t *step) {
     return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
 }
 
-/* Makes root/which a link to the checkpoint of that name. */
+/* Makes root/which a link to the checkpoint of that name, or a file that holds it where there are
+   no links (FAT, drives of a cloud). A copy that has followed links has a folder there: it stays,
+   by another name. */
 static bool point(const char *root, const char *which, const char *name, fault *f) {
-    char link[PATH_ROOM], aside[PATH_ROOM], hidden[NAME_BYTES];
+    char link[PATH_ROOM], aside[PATH_ROOM], left[PATH_ROOM], hidden[NAME_BYTES];
     snprintf(hidden, sizeof hidden, ".%.40s", which);
     if (!files_join(link, sizeof link, root, which, f) ||
         !files_join(aside, sizeof aside, root, hidden, f))
         return false;
     unlink(aside);
-    if (symlink(name, aside) || rename(aside, link))
-        return fault_errno(f, "%s: cannot point it at %s", link, name);
+    if (symlink(name, aside) && !files_replace(aside, name, strlen(name), f)) return false;
+    bool ok = !rename(aside, link);
+    if (!ok && errno == EISDIR && files_spare(link, left, sizeof left, f))
+        ok = !rename(link, left) && !rename(aside, link);
+    if (!ok) return fault_errno(f, "%s: cannot point it at %s", link, name);
     return files_sync_folder(root, f);
 }
 
@@ -269,6 +274,11 @@ static void pointed(const char *root, const char *which, char name[NAME_BYTES]) 
     ssize_t n = files_join(link, sizeof link, root, which, &unused)
                     ? readlink(link, name, NAME_BYTES - 1)
                     : -1;
+    int fd = n < 0 ? open(link, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW) : -1;
+    if (fd >= 0) {
+        n = read(fd, name, NAME_BYTES - 1);
+        close(fd);
+    }
     name[n > 0 ? n : 0] = 0;
     if (!parse_name(name, &step)) name[0] = 0;
 }
@@ -466,10 +476,12 @@ bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
         if (!files_join(k->path, sizeof k->path, "", path, f)) return false;
     } else if (!files_join(root, sizeof root, path, "checkpoints", f) ||
                (!find_latest(root, k->path, f) && !find_latest(path, k->path, f))) {
+        bool foreign = files_join(root, sizeof root, path, "config.json", f) && files_exist(root);
         return fault_set(f,
                          "%s: no checkpoint: must be a folder with a state.json, or a run's "
-                         "out_dir with one under checkpoints/",
-                         path);
+                         "out_dir with one under checkpoints/%s",
+                         path,
+                         foreign ? "; of one of transformers `convert import` makes one" : "");
     }
     if (read_state(k, f) && find_tokenizer(k, f)) return true;
     checkpoint_close(k);
@@ -664,11 +676,6 @@ static bool take_folder(const checkpoint *k, const char *folder, const config *c
     return ok;
 }
 
-static bool same_folder(const char *a, const char *b) {
-    struct stat x, y;
-    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
 static bool same_settings(const config *a, const config *b) {
     json_t *x = config_to_json(a), *y = config_to_json(b);
     bool same = x && y && json_equal(x, y);
@@ -688,7 +695,7 @@ bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c,
         !files_join(aside, sizeof aside, root, hidden, f) || !files_make_folder(root, f) ||
         !sweep(root, f))
         return false;
-    bool is_it = same_folder(path, k->path) && same_settings(c, &k->config);
+    bool is_it = files_same(path, k->path) && same_settings(c, &k->config);
     if (!is_it && (!take_folder(k, aside, c, f) || !put_in_place(root, aside, name, f))) {
         files_remove_folder(aside, &unused);
         return false;
@@ -696,37 +703,26 @@ bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c,
     return point(root, "latest", name, f) && find_best(root, f);
 }
 
-/* The first of its names that is free: step_00000060.left, step_00000060.left2 ... */
-static bool free_name(const char *root, const char *name, char left[NAME_BYTES * 2],
-                      char to[PATH_ROOM], fault *f) {
-    char number[16] = "";
-    for (int i = 2;; i++) {
-        snprintf(left, NAME_BYTES * 2, "%s.left%s", name, number);
-        if (!files_join(to, PATH_ROOM, root, left, f)) return false;
-        if (!files_exist(to)) return true;
-        snprintf(number, sizeof number, "%d", i);
-    }
-}
-
 static bool leave(const char *root, const char *name, const listener *notes, fault *f) {
-    char path[PATH_ROOM], to[PATH_ROOM], left[NAME_BYTES * 2];
-    if (!files_join(path, sizeof path, root, name, f) || !free_name(root, name, left, to, f))
+    char path[PATH_ROOM], to[PATH_ROOM];
+    if (!files_join(path, sizeof path, root, name, f) || !files_spare(path, to, sizeof to, f))
         return false;
     if (rename(path, to)) return fault_errno(f, "%s: cannot be renamed", path);
-    listener_say(notes, "%s: later than where this run goes on from, now %s", path, left);
+    listener_say(notes, "%s: later than where this run goes on from, now %s", path,
+                 strrchr(to, '/') + 1);
     return true;
 }
 
 bool checkpoint_set_aside(const checkpoint *k, const char *out_dir, const listener *notes,
                           fault *f) {
-    char root[PATH_ROOM], path[PATH_ROOM], to[PATH_ROOM], name[NAME_BYTES], left[NAME_BYTES * 2];
+    char root[PATH_ROOM], path[PATH_ROOM], to[PATH_ROOM], name[NAME_BYTES];
     snprintf(name, sizeof name, "step_%08" PRId64, k->state.step);
     if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
-        !files_join(path, sizeof path, root, name, f) || !free_name(root, name, left, to, f))
+        !files_join(path, sizeof path, root, name, f) || !files_spare(path, to, sizeof to, f))
         return false;
-    if (!same_folder(path, k->path)) return true;
+    if (!files_same(path, k->path)) return true;
     if (!take_folder(k, to, &k->config, f)) return false;
-    listener_say(notes, "%s: replaced, and kept as %s", path, left);
+    listener_say(notes, "%s: replaced, and kept as %s", path, strrchr(to, '/') + 1);
     return true;
 }
 

@@ -240,13 +240,16 @@ static bool read_entries(safetensors_file *file, int64_t data_bytes, fault *f) {
 
 static bool read_header(safetensors_file *file, fault *f) {
     struct stat s;
-    unsigned char bytes[8];
+    char head[64];
     uint64_t length = 0;
     if (fstat(file->fd, &s)) return fault_errno(f, "%s: cannot read", file->path);
     if (s.st_size < 8)
         return fault_set(f, "%s: not a safetensors file: shorter than 8 bytes", file->path);
-    if (!files_read_at(file->fd, file->path, bytes, 8, 0, f)) return false;
-    for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
+    size_t bytes = s.st_size < (off_t)sizeof head ? (size_t)s.st_size : sizeof head;
+    if (!files_read_at(file->fd, file->path, head, bytes, 0, f) ||
+        !files_check_fetched(file->path, head, bytes, f))
+        return false;
+    for (int i = 7; i >= 0; i--) length = length << 8 | (unsigned char)head[i];
     if (length > json_of_tensors.bytes || length > (uint64_t)s.st_size - 8)
         return fault_set(f,
                          "%s: its header is said to be %" PRIu64 " bytes; the file has %lld, and "

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/files.h"
+
 extern char **environ;
 
 static const char *environment_of(const option *e) {
@@ -116,11 +118,12 @@ static bool take_file(void *to, const option *e, const char *flag, const char *v
 }
 
 static option_outcome find_file(config *c, const config_program *program, int argc, char **argv,
-                                fault *f) {
+                                const listener *notes, fault *f) {
     const option *e = config_find("config");
     const char *path = environment_value(e->environment);
     option_command command = command_of(program);
     fault reason;
+    command.hears = notes; /* once: the same words are read again below */
     if (path && *path && !option_set(c, e, path, &reason)) {
         fault_set(f, "environment %s=%.200s: %.256s", e->environment, path, reason.text);
         return OPTION_ERROR;
@@ -271,6 +274,8 @@ static bool check_data(const config *c, fault *f) {
                       "synthetic) with"
                     : "must name a file or a folder (--data PATH) with",
                 "data.dataset", f) &&
+           rule(c, !files_same(c->data.path, c->train.out_dir), "data.path",
+                "must be another folder than that of the run's own files,", "train.out_dir", f) &&
            rule(c, option_layers_of(c->runtime.gradient_checkpointing).last < c->model.n_layers,
                 "runtime.gradient_checkpointing", "must name layers, from 0, below",
                 "model.n_layers", f) &&
@@ -325,7 +330,7 @@ static bool read_file(config *c, const listener *notes, fault *f) {
 option_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f) {
     set_defaults(c);
-    option_outcome outcome = find_file(c, program, argc, argv, f);
+    option_outcome outcome = find_file(c, program, argc, argv, notes, f);
     if (outcome != OPTION_OK) return outcome;
     bool ok = read_file(c, notes, f) && read_preset(c, program, f) &&
               read_environment(c, notes, f) && read_command_line(c, program, argc, argv, f) &&

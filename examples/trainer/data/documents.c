@@ -151,8 +151,8 @@ static bool next_sign(documents *d, char *sign, fault *f) {
 }
 
 static bool array_fault(const documents *d, const char *what, fault *f) {
-    return fault_set(f, "%s: not a JSON array at byte %lld: %s", d->lines.name,
-                     (long long)d->lines.offset, what);
+    return fault_in_data(f, "%s: not a JSON array at byte %lld: %s", d->lines.name,
+                         (long long)d->lines.offset, what);
 }
 
 /* Behind the array white space may stand, and nothing else. */
@@ -211,7 +211,8 @@ static lines_result next_element(documents *d, tokenizer *t, token_list *to, fau
 /* ---- Text ---- */
 
 /* All that is left, as one text. */
-static char *read_rest(lines *l, size_t *bytes, fault *f) {
+static char *read_rest(documents *d, size_t *bytes, fault *f) {
+    lines *l = &d->lines;
     size_t room = 0;
     char *all = NULL;
     *bytes = 0;
@@ -220,6 +221,7 @@ static char *read_rest(lines *l, size_t *bytes, fault *f) {
         size_t count;
         bool ok = lines_head(l, 1, &part, &count, f);
         if (ok && !count) return all ? all : calloc(1, 1);
+        ok = ok && (!d->format.no_zeros || format_check_rest(l->name, part, count, l->offset, f));
         if (ok && (int64_t)(*bytes + count) > DOCUMENTS_TEXT_BYTES)
             ok = fault_set(f, "%s: more than %lld bytes of text in one document", l->name,
                            (long long)DOCUMENTS_TEXT_BYTES);
@@ -245,7 +247,7 @@ static lines_result next_text(documents *d, tokenizer *t, token_list *to, fault 
     size_t bytes;
     if (!lines_head(&d->lines, 1, &unused, &bytes, f)) return LINES_FAULT;
     if (!bytes) return LINES_END;
-    char *text = read_rest(&d->lines, &bytes, f);
+    char *text = read_rest(d, &bytes, f);
     /* What separates documents is added: of bytes a newline, which this may have. */
     if (text && tokenizer_is_byte(t) && bytes && text[bytes - 1] == '\n') bytes--;
     bool ok = text && tokenizer_encode_document(t, text, bytes, to, f);
@@ -268,11 +270,14 @@ static bool judge_line(documents *d, bool is_one, const char *line, size_t bytes
 static lines_result next_line(documents *d, tokenizer *t, token_list *to, fault *f) {
     const char *line;
     size_t bytes;
+    int64_t begin = d->lines.offset;
     lines_result r = lines_next(&d->lines, &line, &bytes, f);
     bool plain = d->format.kind == FORMAT_TEXT;
     if (r == LINES_FAULT || (plain && !judge_line(d, r == LINES_ONE, line, bytes, f)))
         return LINES_FAULT;
     if (r == LINES_END) return r;
+    if (d->format.no_zeros && !format_check_rest(d->lines.name, line, bytes, begin, f))
+        return LINES_FAULT;
     while (bytes && (line[bytes - 1] == '\r' || (!plain && is_space(line[bytes - 1])))) bytes--;
     if (!plain && bytes >= 3 && !memcmp(line, "\xef\xbb\xbf", 3)) { /* of files put together */
         line += 3;
@@ -301,13 +306,13 @@ lines_result documents_next(documents *d, tokenizer *t, token_list *to, int64_t 
     return r == LINES_END && !check_end(d, f) ? LINES_FAULT : r;
 }
 
-char *documents_read_text(const char *path, size_t *bytes, fault *f) {
+char *documents_read_text(const format_file *file, size_t *bytes, fault *f) {
     documents d;
-    int fd = files_open(path, f);
+    int fd = files_open(file->path, f);
     if (fd < 0) return NULL;
-    char *text = documents_open(&d, fd, path, 0, FORMAT_BYTES, 0, -1, f)
-                     ? read_rest(&d.lines, bytes, f)
-                     : NULL;
+    bool ok = documents_open(&d, fd, file->path, 0, FORMAT_BYTES, 0, -1, f);
+    d.format.no_zeros = file->format.no_zeros;
+    char *text = ok ? read_rest(&d, bytes, f) : NULL;
     documents_close(&d);
     return text;
 }

@@ -33,7 +33,7 @@ void documents_close(documents *d);
    space before it. */
 lines_result documents_next(documents *d, tokenizer *t, token_list *to, int64_t *offset, fault *f);
 
-/* All of a text file, unpacked, without a byte order mark, to be freed. */
-char *documents_read_text(const char *path, size_t *bytes, fault *f);
+/* All of a text file that was judged, unpacked, without a byte order mark, to be freed. */
+char *documents_read_text(const format_file *file, size_t *bytes, fault *f);
 
 #endif

@@ -408,6 +408,7 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
                          name);
     bool wide = next < bytes && !head[next]; /* a sign in 16 bits */
     if ((records && !wide) || wish == FORMAT_BYTES) return true;
+    to->no_zeros = true;
     if (!memchr(head, 0, bytes))
         return !is_other_text(head, bytes) ||
                refuse(f, name, inside, "text that is not in UTF-8, or none",
@@ -417,6 +418,14 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
                      "%s: holds zero bytes, as no text in UTF-8 does: a binary file, or UTF-16 "
                      "without its mark (--dataset text takes such bytes as they are)",
                      name);
+}
+
+bool format_check_rest(const char *name, const char *text, size_t bytes, int64_t offset, fault *f) {
+    const char *zero = bytes ? memchr(text, 0, bytes) : NULL;
+    return !zero || fault_in_data(f,
+                                  "%s: text that is none at byte %lld, which is 0: damaged, or a "
+                                  "binary file behind it (--dataset text takes it as it is)",
+                                  name, (long long)(offset + (zero - text)));
 }
 
 /* Frames that zstd's readers skip may come first. */

@@ -27,6 +27,7 @@ typedef struct file_format {
     int32_t words;       /* of the vocabulary that made it; 0: the shard does not say */
     uint64_t spelling;   /* of these: tokenizer_spelling */
     bool is_empty;       /* nothing behind the mark */
+    bool no_zeros;       /* text, and nobody asked for its bytes whatever they are */
     const char *no_data; /* beside a fault: what it is, where no data are ever in such a file */
 } file_format;
 
@@ -52,6 +53,10 @@ bool format_judge(file_format *to, const char *name, const char *head, size_t by
 
 /* The same of a plain file, with what is inside. */
 bool format_of(file_format *to, const char *path, format_wish wish, fault *f);
+
+/* Of what stands behind the head that was judged, at byte `offset`: a text that goes on as
+   something else is a fault. */
+bool format_check_rest(const char *name, const char *text, size_t bytes, int64_t offset, fault *f);
 
 /* A file that is one text, as a prompt is: without its mark; what is none is a fault. */
 bool format_prompt(const char *name, const char **text, size_t *bytes, fault *f);

@@ -253,7 +253,9 @@ bool format_files_open(format_files *to, const char *path, int64_t dataset, cons
     file_format is;
     notice passed = {.used = 0};
     memset(to, 0, sizeof *to);
-    if (stat(path, &s)) return fault_errno(f, "%s: cannot read the data", path);
+    if (stat(path, &s))
+        return fault_errno(f, "%s: cannot read the data%s", path,
+                           strchr(path, '*') ? " (no pattern: give the folder)" : "");
     to->is_folder = S_ISDIR(s.st_mode);
     bool ok;
     if (to->is_folder) {

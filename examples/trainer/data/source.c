@@ -59,11 +59,11 @@ source *source_open(const data_options *o, int64_t val_rows, int cancel, fault *
     return open_files(o, path, val_rows, cancel, f);
 }
 
-bool source_add_contents(uint64_t *sum, int fd, const char *path, int64_t size, size_t files,
-                         fault *f) {
+bool source_add_file(uint64_t *sum, int fd, const format_files *all, const format_file *file,
+                     fault *f) {
     enum { BLOCK = 16384, MOST = 64, FEWEST = 4, ALL_FILES = 4096 };
     unsigned char block[BLOCK];
-    int64_t most = (int64_t)(ALL_FILES / (files ? files : 1));
+    int64_t size = file->size, most = (int64_t)(ALL_FILES / (all->count ? all->count : 1));
     if (most > MOST) most = MOST;
     if (most < FEWEST) most = FEWEST;
     int64_t blocks = (size + BLOCK - 1) / BLOCK, count = blocks < most ? blocks : most;
@@ -71,9 +71,10 @@ bool source_add_contents(uint64_t *sum, int fd, const char *path, int64_t size, 
     for (int64_t i = 0; i < count; i++) {
         int64_t at = count == blocks ? i * BLOCK : (size - BLOCK) / (count - 1) * i;
         int64_t bytes = size - at < BLOCK ? size - at : BLOCK;
-        if (!files_read_at(fd, path, block, (size_t)bytes, at, f)) return false;
+        if (!files_read_at(fd, file->path, block, (size_t)bytes, at, f)) return false;
         *sum = XXH64(block, (size_t)bytes, *sum);
     }
+    if (all->is_folder) *sum = XXH64(file->name, strlen(file->name), *sum);
     return true;
 }
 

@@ -59,9 +59,10 @@ source *source_stream_open(const data_options *o, const char *path, format_files
                            int64_t val_rows, int cancel, fault *f);
 
 /* Adds a file's size and contents to a sum: all of a small one, of a large one blocks at equal
-   distances, fewer where there are many files. */
-bool source_add_contents(uint64_t *sum, int fd, const char *path, int64_t size, size_t files,
-                         fault *f);
+   distances, fewer where there are many files; and its name in the folder, where it is in one: data
+   may be moved. */
+bool source_add_file(uint64_t *sum, int fd, const format_files *all, const format_file *file,
+                     fault *f);
 
 /* The position of a source that needs no more than the number of the sample. */
 bool source_position_by_number(source *s, int64_t sample, data_position *p, fault *f);

@@ -77,15 +77,20 @@ static bool read_stored(corpus *c, size_t i, int64_t first, int64_t count, int32
     if (!p->text && (!open_piece(c, i, f) || !files_read_at(c->fd, p->path, c->bytes,
                                                             (size_t)(count * p->width), offset, f)))
         return false;
+    if (c->files.files[i].format.no_zeros &&
+        !format_check_rest(p->path, (const char *)at, (size_t)count, offset, f))
+        return false;
     for (int64_t k = 0; k < count; k++) {
         int64_t token = token_at(at + k * p->width, p->width);
         if (token >= vocab)
-            return fault_set(
-                f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld%s", p->path,
-                (long long)token, (long long)(offset + k * p->width), (long long)vocab,
-                token < INT32_MAX ? ""
-                                  : "; a vocabulary has 2147483647 at most, for a "
-                                    "token is an int32 where it is used");
+            return fault_in_data(f,
+                                 "%s: token %lld at byte %lld: must be below the vocabulary's %lld "
+                                 "(model.vocab_size)%s",
+                                 p->path, (long long)token, (long long)(offset + k * p->width),
+                                 (long long)vocab,
+                                 token < INT32_MAX ? ""
+                                                   : "; a vocabulary has 2147483647 at most, for a "
+                                                     "token is an int32 where it is used");
         tokens[k] = (int32_t)token;
     }
     return true;
@@ -298,7 +303,7 @@ static bool open_text(corpus *c, const format_file *file, int fd, piece *p, faul
     }
     uint64_t *sum = &c->base.fingerprint, own = tokenizer_sum(c->base.options->tokenizer);
     if (own) *sum = XXH64(&own, sizeof own, *sum);
-    char *text = documents_read_text(file->path, &bytes, f);
+    char *text = documents_read_text(file, &bytes, f);
     if (!text || !is_byte) return text && encode_text(c, text, bytes, p, f);
     p->text = text;
     lay_bytes(p, (int64_t)bytes, bytes && text[bytes - 1] == '\n');
@@ -332,9 +337,8 @@ static bool add_file(corpus *c, const format_file *file, fault *f) {
     int fd = files_open(file->path, f);
     if (fd < 0) return false;
     bool shard = file->format.kind == FORMAT_SHARD || o->config->dataset == CONFIG_BIN;
-    bool ok =
-        (shard ? open_shard(o, file, &p, f) : open_text(c, file, fd, &p, f)) &&
-        source_add_contents(&c->base.fingerprint, fd, file->path, file->size, c->files.count, f);
+    bool ok = (shard ? open_shard(o, file, &p, f) : open_text(c, file, fd, &p, f)) &&
+              source_add_file(&c->base.fingerprint, fd, &c->files, file, f);
     close(fd);
     if (ok && p.count > MOST_TOKENS - c->tokens)
         ok = fault_set(f, "%s: more than %lld tokens with those before it", file->path,
@@ -347,7 +351,6 @@ static bool add_file(corpus *c, const format_file *file, fault *f) {
     c->pieces[c->count++] = p;
     c->tokens += p.count;
     if (file->use == FORMAT_VALIDATE) c->held += p.count;
-    c->base.fingerprint = XXH64(file->name, strlen(file->name), c->base.fingerprint);
     return true;
 }
 

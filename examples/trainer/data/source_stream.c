@@ -110,8 +110,8 @@ static bool skip_record(stream *s, const char *why, int64_t offset, fault *f) {
         snprintf(s->first_why, sizeof s->first_why, "; the %s at byte %lld %s", what,
                  (long long)offset, why);
     if (++s->skips_in_a_row > SKIPS_IN_A_ROW)
-        return fault_set(f, "%s: %d %ss in a row are no documents; the one at byte %lld %s",
-                         s->name, SKIPS_IN_A_ROW, what, (long long)offset, why);
+        return fault_in_data(f, "%s: %d %ss in a row are no documents; the one at byte %lld %s",
+                             s->name, SKIPS_IN_A_ROW, what, (long long)offset, why);
     if (++s->base.skipped <= SKIPS_NAMED)
         listener_say(
             notes, "%s: the %s at byte %lld %s: passed over%s", s->name, what, (long long)offset,
@@ -366,9 +366,8 @@ static bool count_shards(stream *s, fault *f) {
     for (size_t i = 0; i < s->files.count; i++) {
         const format_file *file = &s->files.files[i];
         if (file->use == FORMAT_TRAIN) s->file_bytes += file->size;
-        h = XXH64(file->path, strlen(file->path), h);
         int fd = files_open(file->path, f);
-        bool ok = fd >= 0 && source_add_contents(&h, fd, file->path, file->size, s->files.count, f);
+        bool ok = fd >= 0 && source_add_file(&h, fd, &s->files, file, f);
         if (fd >= 0) close(fd);
         if (!ok) return false;
     }

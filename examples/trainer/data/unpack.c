@@ -20,7 +20,8 @@ static bool is_cut(const char *name, int64_t at, fault *f) {
 }
 
 static bool is_damaged(const char *name, int64_t at, const char *why, fault *f) {
-    return fault_set(f, "%s: damaged: cannot unpack it at byte %lld: %s", name, (long long)at, why);
+    return fault_in_data(f, "%s: damaged: cannot unpack it at byte %lld: %s", name, (long long)at,
+                         why);
 }
 
 /* What one call may hand to a library whose counts have 32 bits. */

@@ -87,6 +87,12 @@ static bool parse_row(const char *at, int columns, double *values) {
     return values[0] >= 0 && values[0] <= CSV_STEP_MOST;
 }
 
+bool csv_in_place(const csv *c) {
+    struct stat own, named;
+    return !c->on || (!fstat(c->fd, &own) && !stat(c->path, &named) && own.st_dev == named.st_dev &&
+                      own.st_ino == named.st_ino);
+}
+
 int64_t csv_read(const char *folder, const char *name, int columns,
                  void (*row)(void *user, const double *values), void *user, fault *f) {
     char path[1280], line[1024];

@@ -31,6 +31,9 @@ void csv_close(csv *c);
    go on from. */
 bool csv_sync(csv *c, fault *f);
 
+/* Whether the file still has its name: nobody has renamed or removed it, or a folder above it. */
+bool csv_in_place(const csv *c);
+
 /* Gives each row's numbers, the step first (0 .. CSV_STEP_MOST), to `row`; where there is no such
    file, none. Lines with fewer than `columns` numbers are passed over: the number of the first of
    them but the header, 0 where there is none; -1: a fault. */

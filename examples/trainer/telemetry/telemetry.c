@@ -469,7 +469,18 @@ void telemetry_beside(telemetry *t, double seconds) {
     t->metrics.seconds += seconds;
 }
 
+/* A run whose folder is renamed would go on in two, and nobody would know before its end. */
+static void look_for_folder(telemetry *t) {
+    if (t->displaced || csv_in_place(&t->training)) return;
+    t->displaced = true;
+    telemetry_say(t,
+                  "warning: %s: renamed or removed while the run goes on: its rows go where it is "
+                  "now, checkpoints to %s",
+                  t->training.path, t->config->train.out_dir);
+}
+
 bool telemetry_sync(telemetry *t, fault *f) {
+    look_for_folder(t);
     return csv_sync(&t->training, f) && csv_sync(&t->val, f) && csv_sync(&t->k_stats, f) &&
            csv_sync(&t->fallbacks, f);
 }

@@ -22,6 +22,7 @@ struct telemetry {
     int held;      /* descriptor of the folder's lock; -1: none */
     bool is_first_rank, resumed;
     csv training, val, k_stats, fallbacks;
+    bool displaced; /* the first of them: it has been said */
     events events;
     char metrics_path[CONFIG_PATH_BYTES + 32];
     metrics metrics;

@@ -185,7 +185,7 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
         if (!data_next(t->data, &b, f)) {
             if (stops_now(t)) return STEP_STOPPED;
             train_note_loader(t, "error");
-            t->starved = train_computed(t) < t->first_step;
+            t->starved = f->stays || train_computed(t) < t->first_step;
             return STEP_FAILED;
         }
         if (i == count - 1) observer_begin(&t->observer);

@@ -47,15 +47,15 @@ typedef struct trainer {
     train_pending pending;  /* the step after that */
     double settled;         /* when a step was last done */
     bool spoilt;            /* memory holds what must not be saved */
-    bool starved;           /* before a step was computed data have failed, or processes differ */
-    bool follows;           /* cannot start because another process cannot */
-    int64_t first_step;     /* that this run does */
-    int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
-    real *copy;             /* values, m and v, where the host cannot read the back end's */
-    real *moments;          /* several processes, rank 0: all of m, then all of v, to be saved */
-    int held;               /* the folder's lock, until telemetry has it; 0: none */
-    int fresh;              /* tensors that the checkpoint, of other attention, has nothing for */
-    int stopped_by;         /* the signal that a process was sent, as all of them know it */
+    bool starved; /* data that stay wrong, or that failed before a step, or processes differ */
+    bool follows; /* cannot start because another process cannot */
+    int64_t first_step; /* that this run does */
+    int64_t saved_step; /* of the newest checkpoint, be it still under way; -1: none yet */
+    real *copy;         /* values, m and v, where the host cannot read the back end's */
+    real *moments;      /* several processes, rank 0: all of m, then all of v, to be saved */
+    int held;           /* the folder's lock, until telemetry has it; 0: none */
+    int fresh;          /* tensors that the checkpoint, of other attention, has nothing for */
+    int stopped_by;     /* the signal that a process was sent, as all of them know it */
 } trainer;
 
 bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f);
