@@ -55,7 +55,7 @@
    - With up to four query heads to a kv head slc's workspace has up to 512 MB more (or what 32
      queries take): queries are gathered by the block they read, and what they find is added up.
    - desc.threads, desc.isa and desc.products are not used. tokens times list_heads / kv_heads is at
-     most 2^31 - 1 (NSA_ERROR_OVERFLOW).
+     most 2^30 - 64 (NSA_ERROR_OVERFLOW).
 
    CONFIGURATION (define before the include in the file with the implementation; what is left out is
    not compiled, and refused at run time by NSA_ERROR_DTYPE or NSA_ERROR_SIZE)

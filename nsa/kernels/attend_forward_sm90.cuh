@@ -46,9 +46,11 @@ NSA__DEVICE void nsa__cuda_pipe_softmax(float (&s)[N / 8][4], nsa__cuda_forward_
     nsa__cuda_softmax_tile(s, rows, shrink);
 }
 
+NSA__DEVICE bool nsa__cuda_pipe_shrinks(const float (&shrink)[2]) {
+    return __any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f);
+}
 template <int N>
 NSA__DEVICE void nsa__cuda_pipe_rescale(float (&out)[N][4], const float (&shrink)[2]) {
-    if (!__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -81,7 +83,7 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(state.number));
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(s);
         nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, state, pipe, params.scale);
-        nsa__cuda_pipe_rescale(out, shrink);
+        if (nsa__cuda_pipe_shrinks(shrink)) nsa__cuda_pipe_rescale(out, shrink);
         nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
         int before; /* the tile that p is of, and that the warpgroup holds */
         uint64_t values;
@@ -95,9 +97,15 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
             nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, state, pipe, params.scale);
-            nsa__cuda_warpgroup_await<DV, 0>(out);
+            /* Each way has a wait of its own: one in front of the branch ptxas moves up, to where
+               the softmax begins, which then runs beside no product. */
+            if (nsa__cuda_pipe_shrinks(shrink)) {
+                nsa__cuda_warpgroup_await<DV, 0>(out);
+                nsa__cuda_pipe_rescale(out, shrink);
+            } else {
+                nsa__cuda_warpgroup_await<DV, 0>(out);
+            }
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
-            nsa__cuda_pipe_rescale(out, shrink);
             nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
         }
         /* It may hold one tile until the next is posted, but not pass over others meanwhile: the

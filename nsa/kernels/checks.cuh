@@ -98,7 +98,7 @@ static inline nsa_desc nsa__cuda_all_queries(const nsa_desc *d) {
 }
 
 /* Arrays lie on the device: nsa_desc_check sees a batch of full length instead and, because tables
-   are not to be read, one without tokens. */
+   are not to be read, one sequence without tokens. */
 static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     static const int32_t no_page = 0;
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
@@ -108,7 +108,7 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     host.isa = NSA_ISA_DETECT;
     NSA__CHECK(nsa_desc_check(&host));
     host.pages = d->pages ? &no_page : NULL;
-    host.tokens = host.first = host.count = 0;
+    host.batch = 1, host.tokens = host.first = host.count = 0;
     NSA__CHECK(nsa_desc_check(&host));
     if (!d->firsts != !d->counts)
         return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
@@ -118,8 +118,9 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);
     if (d->slc_block > 128) return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
-    /* a block's reader is a query and which of its lists, in one int32 (nsa__cuda_reader_of) */
-    if (static_cast<int64_t>(d->tokens) * nsa__cuda_lists_per_kv_head(d) > INT32_MAX)
+    /* a block's reader is a query and which of its lists, in one int32 (nsa__cuda_reader_of); so is
+       a place some tiles behind the last key, and the power of two from the number of keys on */
+    if (static_cast<int64_t>(d->tokens) * nsa__cuda_lists_per_kv_head(d) > INT32_MAX / 2 - 63)
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
 }

@@ -171,9 +171,9 @@ static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 0, &a);
     nsa__cuda_extent blocks;
     dim3 grid;
-    nsa_status s =
-        nsa__cuda_filter_grid(d, nsa__cuda_cmp_made_most(d), d->cmp_stride, x->dim, &blocks, &grid);
-    if (s == NSA_OK && d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
+    NSA__CHECK(nsa__cuda_filter_grid(d, nsa__cuda_cmp_made_most(d), d->cmp_stride, x->dim, &blocks,
+                                     &grid));
+    if (d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_forward_kernel, grid,
                                        dim3(NSA__FILTER_THREADS), 0, stream,
                                        nsa__cuda_all_queries(d), *x, blocks, p.cmp_begins));

@@ -11,6 +11,7 @@ warpgroup (HGMMA), all in instructions of one warp:
   between  the most between two products that no wait for products parts: ptxas also puts what no
            product needs there, such as a mask's bounds, and it runs beside the one before
   makes    the most instructions between two such products that make the later one's descriptors
+  beside   exponentials between the last product and the last wait for products
   ranks    selection: of the shortest turn that scores a block for each lane and offers the scores
   inserts  of one score that goes into a list in the lanes of a warp
 
@@ -32,6 +33,7 @@ import resources
 ARCH = "90a"
 COUNTS = pathlib.Path(__file__).resolve().parent / "counts.json"
 PRODUCT = re.compile(r"\bHGMMA\b")
+EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
 WAIT = re.compile(r"\bBAR\.SYNC|\bSYNCS\.PHASECHK")
 DONE = re.compile(r"\bWARPGROUP\.DEPBAR")
 SCORE, OFFER, INSERT = (re.compile(rf"\b{word}") for word in (r"LDS\.128\b", r"VOTE\.ANY\b", r"SHFL\.UP\b"))
@@ -127,11 +129,13 @@ def count(body):
     waits = [i for i, text in enumerate(body) if WAIT.search(text)]
     pairs = [(a, b) for a, b in zip(products, products[1:])
              if not any(DONE.search(text) or WAIT.search(text) for text in body[a:b])]
+    done = max(i for i, text in enumerate(body) if DONE.search(text))
     behind = [min((p - w) % len(body) for p in products) for w in waits]
     return {"loop": len(body), "products": len(products),
             "before": min(behind) if behind else None,
             "between": max((b - a - 1 for a, b in pairs), default=0),
-            "makes": max((makes(body, a, b) for a, b in pairs), default=0)}
+            "makes": max((makes(body, a, b) for a, b in pairs), default=0),
+            "beside": sum(bool(EXPONENTIAL.search(text)) for text in body[products[-1]:done])}
 
 
 def ranking(code, labels, first, last):

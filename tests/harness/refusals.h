@@ -279,7 +279,12 @@ static inline void refuse_desc(const refusal *r) {
     const nsa_desc good = *d;
     refuse_desc_sizes(r);
     refuse_ragged(r);
-    if (CHECKS_CUDA) return; /* begins lie on the device: no call looks at them */
+    if (CHECKS_CUDA) { /* begins lie on the device: no call looks at them */
+        d->tokens = (1 << 30) - 63;
+        refused(r, "2^30 tokens", NSA_ERROR_OVERFLOW, "tokens");
+        *d = good;
+        return;
+    }
     /* B 2, T 70: an offset that descends, one below 0, a sequence of 71 tokens. */
     static const int32_t begins[][3] = {
         {0, 50, 40}, {-1, 20, 40}, {0, 71, 80}, {10, 5, 5}, {INT32_MIN, 0, INT32_MAX}};
