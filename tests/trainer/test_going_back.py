@@ -84,5 +84,7 @@ check((folder / "latest").read_text() == "step_00000006" and not (folder / "late
 shutil.copytree(folder / "step_00000006", folder / "step_00000003")
 _, said, _ = runs.train("no_links", "--resume", "--steps", STEPS, **no_links)
 check("resumed after step 6 of 9, from " in said and "step_00000003" in said, said)
+_, said, _ = runs.train("no_links", "--resume", folder / "latest", "--steps", STEPS, **no_links)
+check("step_00000009" in said, said)
 check_tables(out, "without links")
 done()

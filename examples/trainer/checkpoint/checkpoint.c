@@ -268,7 +268,7 @@ static bool point(const char *root, const char *which, const char *name, fault *
 
 /* The name that root/which points at; empty where it points at no checkpoint's. */
 static void pointed(const char *root, const char *which, char name[NAME_BYTES]) {
-    char link[PATH_ROOM];
+    char link[PATH_ROOM] = "";
     int64_t step;
     fault unused;
     ssize_t n = files_join(link, sizeof link, root, which, &unused)
@@ -420,14 +420,18 @@ static bool is_whole(const char *folder) {
     return ok;
 }
 
+/* The folder that root/which names. */
+static bool find_pointed(const char *root, const char *which, char *path, fault *f) {
+    char name[NAME_BYTES];
+    pointed(root, which, name);
+    return name[0] && files_join(path, CONFIG_PATH_BYTES, root, name, f) && has_state(path);
+}
+
 /* The folder that root/latest names; else the highest step that is whole; else, for its fault to be
    named, the highest that is there. */
 static bool find_latest(const char *root, char *path, fault *f) {
-    char name[NAME_BYTES];
     size_t count;
-    pointed(root, "latest", name);
-    if (name[0] && files_join(path, CONFIG_PATH_BYTES, root, name, f) && has_state(path))
-        return true;
+    if (find_pointed(root, "latest", path, f)) return true;
     bool any = false, whole = false;
     found *list = find_all(root, &count);
     for (size_t i = 0; !whole && i < count; i++) {
@@ -469,13 +473,23 @@ static bool find_tokenizer(checkpoint *k, fault *f) {
     return !files_exist(path) || config_put(&k->config, "data.tokenizer_path", path, f);
 }
 
+/* The folder that path, a file where there are no links, names. */
+static bool find_named(const char *path, char *to, fault *f) {
+    char root[PATH_ROOM];
+    const char *which = strrchr(path, '/');
+    if (!which || which - path >= PATH_ROOM) return false;
+    snprintf(root, sizeof root, "%.*s", (int)(which - path), path);
+    return find_pointed(root, which + 1, to, f);
+}
+
 bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
     char root[PATH_ROOM];
     memset(k, 0, sizeof *k);
     if (has_state(path)) {
         if (!files_join(k->path, sizeof k->path, "", path, f)) return false;
     } else if (!files_join(root, sizeof root, path, "checkpoints", f) ||
-               (!find_latest(root, k->path, f) && !find_latest(path, k->path, f))) {
+               (!find_named(path, k->path, f) && !find_latest(root, k->path, f) &&
+                !find_latest(path, k->path, f))) {
         bool foreign = files_join(root, sizeof root, path, "config.json", f) && files_exist(root);
         return fault_set(f,
                          "%s: no checkpoint: must be a folder with a state.json, or a run's "
