@@ -429,7 +429,7 @@ static bool put_in_place(const char *made, const char *folder, bool source, faul
             return false;
         if (rename(from, to)) return fault_errno(f, "%s: cannot be put in place", to);
     }
-    return files_sync_folder(folder, f) && files_remove_folder(made, f);
+    return files_sync_folder(folder, f);
 }
 
 /* Takes the object. */
@@ -445,7 +445,7 @@ static bool write_parts(const checkpoint *k, const char *folder, int64_t vocab, 
 bool export_folder(const checkpoint *k, const char *folder, const listener *notes, fault *f) {
     const config *c = &k->config;
     char made[PATH_ROOM];
-    fault unused;
+    int held = -1;
     if (!checkpoint_verify(k, f)) return false;
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
@@ -456,14 +456,14 @@ bool export_folder(const checkpoint *k, const char *folder, const listener *note
     tokenizer_close(t);
     if (!same || !check_weights(k, tokens, f) || !files_make_folder(folder, f) ||
         !check_folder(folder, c->data.tokenizer_path, f) ||
-        !files_join(made, sizeof made, folder, ".export", f) || !files_remove_folder(made, f) ||
-        !files_make_folder(made, f)) {
+        !files_join(made, sizeof made, folder, ".export", f) ||
+        (held = files_claim_folder(made, f)) < 0) {
         json_decref(generation);
         return false;
     }
     bool source = files_same(folder, c->data.tokenizer_path);
-    if (write_parts(k, made, vocab, generation, notes, f))
-        return put_in_place(made, folder, source, f);
-    files_remove_folder(made, &unused);
-    return false;
+    bool ok =
+        write_parts(k, made, vocab, generation, notes, f) && put_in_place(made, folder, source, f);
+    files_remove_claimed(made, held);
+    return ok;
 }

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "base/files.h"
 #include "base/json_file.h"
@@ -255,7 +256,13 @@ static bool write_checkpoint(const config *given, const importer *x, const char 
     checkpoint_state state = {.seed = (uint64_t)c->train.seed, .loss_scale = 1};
     checkpoint_part part = {"model", x->tensors, (size_t)x->table->length};
     state.data.split_parts = state.data.split_size = -1;
-    return checkpoint_write(out_dir, c, &state, &part, 1, 0, f);
+    int held = files_make_folder(out_dir, f) ? files_lock(out_dir, FILES_CLAIM, f) : -1;
+    if (held < 0) return false;
+    bool ok = !checkpoint_exists(out_dir) ||
+              fault_set(f, "%s: another call has made a checkpoint meanwhile", out_dir);
+    ok = ok && checkpoint_write(out_dir, c, &state, &part, 1, 0, f);
+    close(held);
+    return ok;
 }
 
 bool import_model(const config *c, const char *folder, const char *out_dir, fault *f) {

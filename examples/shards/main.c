@@ -137,22 +137,6 @@ static bool add(job *j, const char *path, fault *f) {
 
 /* ---- The whole ----------------------------------------------------------------------------- */
 
-/* Of the one call that writes into the folder. */
-static const char lock[] = ".lock";
-
-/* Removes what a call that was killed has left; our own lock stays. */
-static bool clear(const job *j, fault *f) {
-    files_list list;
-    char path[PATH_ROOM];
-    if (!files_list_open(&list, j->part, f)) return false;
-    bool ok = true;
-    for (size_t i = 0; ok && i < list.count; i++)
-        ok = files_join(path, sizeof path, j->part, list.names[i], f) &&
-             (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
-    files_list_close(&list);
-    return ok;
-}
-
 /* "shard_000000.bin", or that with what files_replace puts behind it. */
 static bool is_shard(const char *name) {
     size_t digits = strncmp(name, "shard_", 6) ? 0 : strspn(name + 6, "0123456789");
@@ -170,7 +154,7 @@ static bool check_part(const job *j, fault *f) {
     for (size_t i = 0; i < list.count; i++)
         if (!is_shard(list.names[i])) other = list.names[i];
     for (size_t i = 0; i < list.passed_count; i++)
-        if (strcmp(list.passed[i], lock)) other = list.passed[i];
+        if (strcmp(list.passed[i], FILES_CLAIM)) other = list.passed[i];
     if (other)
         fault_set(
             f,
@@ -182,6 +166,14 @@ static bool check_part(const job *j, fault *f) {
 }
 
 /* Half of a corpus must not look like one: the folder gets its name when all is there. */
+static bool put_in_place(const job *j, fault *f) {
+    char path[PATH_ROOM]; /* a part without a lock would be cleared by the next call */
+    if (!files_sync_folder(j->part, f)) return false;
+    if (rename(j->part, j->folder)) return fault_errno(f, "%s: cannot be put in place", j->folder);
+    return files_join(path, sizeof path, j->folder, FILES_CLAIM, f) &&
+           (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
+}
+
 static bool make(job *j, fault *f) {
     j->code = UNUSABLE;
     if (!files_join(j->part, sizeof j->part - 8, "", j->folder, f)) return false;
@@ -191,23 +183,20 @@ static bool make(job *j, fault *f) {
     strcat(j->part, ".part");
     if (!check_part(j, f)) return false;
     j->code = UNWRITTEN;
-    if (!files_make_folder(j->part, f)) return false;
-    int held = files_lock(j->part, lock, f);
+    int held = files_claim_folder(j->part, f);
     if (held < 0) return false;
-    bool ok = clear(j, f);
+    bool ok = !files_exist(j->folder) ||
+              fault_set(f, "%s: another call has made it meanwhile", j->folder);
     if (ok) j->code = UNUSABLE;
     for (int i = 1; ok && j->words[i]; i++) ok = add(j, j->words[i], f);
     if (ok && j->waiting.count) ok = write_shard(j, j->waiting.count, f);
     if (ok && !j->shards) ok = fault_set(f, "no text in what was given");
     if (ok) j->code = UNWRITTEN;
-    if (ok && (!files_sync_folder(j->part, f) || rename(j->part, j->folder)))
-        ok = fault_errno(f, "%s: cannot be put in place", j->folder);
-    char path[PATH_ROOM]; /* a part without a lock would be cleared by the next call */
-    ok = ok && files_join(path, sizeof path, j->folder, lock, f) &&
-         (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
-    fault unused;
-    if (!ok) files_remove_folder(j->part, &unused);
-    close(held);
+    ok = ok && put_in_place(j, f);
+    if (ok)
+        close(held);
+    else
+        files_remove_claimed(j->part, held);
     return ok;
 }
 

@@ -1,11 +1,13 @@
 /* disk_fault.c - loaded before a program (LD_PRELOAD): kills it at the KILL_AT-th call that changes
    a file or a folder, before the call is done; or lets a disk be full once, when the FULL_AT-th
    write goes to a file whose path ends with FULL_NAME, of which half is written; or, with NO_LINKS,
-   is a disk that has no links. Twin: test_going_back.py. */
+   is a disk that has no links; or lets the first open of LATE_NAME be so late that its folder, which
+   has been looked up, holds none of that name any more. Twins: test_going_back.py, test_shards.py. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,4 +82,17 @@ ssize_t write(int fd, const void *from, size_t bytes) {
         return syscall(SYS_write, fd, from, bytes / 2);
     }
     return syscall(SYS_write, fd, from, bytes);
+}
+
+/* Stands for a kernel that is held up between the two halves of an open that makes its file. */
+int openat(int folder, const char *name, int flags, ...) {
+    static int opened;
+    const char *late = getenv("LATE_NAME");
+    va_list rest;
+    va_start(rest, flags);
+    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
+    va_end(rest);
+    if (late && !strcmp(name, late) && !opened++)
+        while (!syscall(SYS_faccessat, folder, late, F_OK)) usleep(1000);
+    return (int)syscall(SYS_openat, folder, name, flags, mode);
 }

@@ -4,6 +4,7 @@ folders that move, what lay there before. python/tests has the logits of other p
     test_convert.py TRAIN_TINY CONVERT LOGITS GENERATE INSPECT [unittest's arguments]
 """
 import array
+import fcntl
 import json
 import os
 import pathlib
@@ -40,6 +41,11 @@ def run(program, *words, code=0, **options):
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode in (code if isinstance(code, tuple) else (code,)), (command, done.returncode, done.stderr)
     return done
+
+
+def contents(folder):
+    """But for locks, which a process loses when it closes the file."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def weights_of(config):
@@ -621,6 +627,26 @@ class Convert(unittest.TestCase):
         run("convert", "export", second, self.room / "fresh")
         self.assertEqual(*({path.name: path.read_bytes() for path in (self.room / name).iterdir()}
                            for name in ("hf", "fresh")))
+
+    def test_two_at_once(self):
+        """A folder that another process exports or trains into is refused, and nothing of it changes."""
+        first, second = self.train("first"), self.train("second", "--seed", "7")
+        run("convert", "export", first, self.room / "hf")
+        (self.room / "hf/.export").mkdir()
+        (self.room / "hf/.export/config.json").write_text("half")
+        empty = self.room / "empty"
+        empty.mkdir()
+        source = write_model(self.room / "model", LLAMA)
+        for held, words in ((self.room / "hf/.export", ("export", second, self.room / "hf")),
+                            (empty, ("import", source, empty))):
+            with open(held / ".lock", "w") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+                before = contents(held.parent)
+                self.assertIn(f"{held}: another run is in this folder (process {os.getpid()})",
+                              run("convert", *words, code=1).stderr)
+                self.assertEqual(contents(held.parent), before)
+            run("convert", *words)  # the lock of a process that is gone holds nobody up
+        self.assertFalse((self.room / "hf/.export").exists())
 
     def test_export_over_links(self):
         """An older export's weights that have other names, or lie elsewhere, stay what they are there."""

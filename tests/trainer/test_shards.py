@@ -1,10 +1,11 @@
 """shards: its files as llm.c's format has them, and a run on them to the bit the run on the text.
 
-usage: test_shards.py TRAINER FOLDER SHARDS [wider]. Twin: examples/shards/main.c.
+usage: test_shards.py TRAINER FOLDER SHARDS [wider | DISK_FAULT]. Twins: examples/shards/main.c, disk_fault.c.
 """
 import json
 import math
 import os
+import pathlib
 import struct
 import subprocess
 import sys
@@ -199,6 +200,31 @@ def test_one_after_another():
         check([file.read_bytes() for file in sorted(folder.iterdir())] == want, i, codes, os.listdir(folder))
 
 
+def holds_open(process, path):
+    try:
+        return any(os.path.samefile(fd, path) for fd in pathlib.Path(f"/proc/{process}/fd").iterdir())
+    except OSError:  # one of them was closed meanwhile
+        return False
+
+
+def test_late_lock():
+    """A call whose lock is made when another has put the part in place: it lies in the folder that is whole by then."""
+    first = subprocess.Popen([shards, runs.root / "late", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    first.stdin.write(b'{"text": "one"}\n')
+    first.stdin.flush()
+    part = runs.root / "late.part"
+    wait_for("the part", (part / ".lock").exists)
+    late = subprocess.Popen([shards, runs.root / "late", corpus], stderr=subprocess.PIPE,
+                            env=os.environ | {"LD_PRELOAD": sys.argv[4], "LATE_NAME": ".lock"})
+    wait_for("the late call", lambda: holds_open(late.pid, part))
+    first.communicate()
+    said = late.communicate()[1].decode()
+    check(first.returncode == 0 and late.returncode == 1, first.returncode, late.returncode, said)
+    check("late.part: another run has just ended there" in said, said)
+    check(os.listdir(runs.root / "late") == ["shard_000000.bin"], os.listdir(runs.root / "late"))
+    check(not part.exists(), "a part is left")
+
+
 def test_refusals():
     (runs.root / "a.file").write_text("")
     (runs.root / "torn.part").mkdir()
@@ -273,6 +299,8 @@ test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
 test_one_after_another()
+if sys.argv[4:]:
+    test_late_lock()
 test_shorter()
 test_refusals()
 test_slash()

@@ -31,10 +31,11 @@ int files_open(const char *path, fault *f) {
     return -1;
 }
 
-int files_open_end(const char *path, fault *f) {
+/* The file `name` of the open folder, of which a message says `path`. */
+static int open_end_at(int folder, const char *name, const char *path, fault *f) {
     struct stat s;
     int flags = O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
-    int fd = open(path, flags, 0666);
+    int fd = openat(folder, name, flags, 0666);
     if (fd >= 0 && !fstat(fd, &s) && S_ISREG(s.st_mode)) return fd;
     if (fd >= 0 || errno == ELOOP || errno == ENXIO)
         fault_set(f, "%s: must be a plain file, and no link to one", path);
@@ -42,6 +43,10 @@ int files_open_end(const char *path, fault *f) {
         fault_errno(f, "%s: cannot open", path);
     if (fd >= 0) close(fd);
     return -1;
+}
+
+int files_open_end(const char *path, fault *f) {
+    return open_end_at(AT_FDCWD, path, path, f);
 }
 
 int files_open_anew(const char *path, fault *f) {
@@ -271,18 +276,21 @@ void files_claim_standard(void) {
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd ? O_WRONLY : O_RDONLY) != fd) return;
 }
 
-int files_lock(const char *folder, const char *name, fault *f) {
-    char path[PATH_ROOM];
+/* Takes the descriptor, and gives it back once its file is this process's alone; else -1. */
+static int hold(int fd, const char *folder, fault *f) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-    if (!files_join(path, sizeof path, folder, name, f)) return -1;
-    int fd = files_open_end(path, f);
-    if (fd < 0) return -1;
-    if (!fcntl(fd, F_SETLK, &lock) || (errno != EACCES && errno != EAGAIN)) return fd;
+    if (fd < 0 || !fcntl(fd, F_SETLK, &lock) || (errno != EACCES && errno != EAGAIN)) return fd;
     lock.l_pid = 0;
     (void)fcntl(fd, F_GETLK, &lock);
     fault_set(f, "%s: another run is in this folder (process %ld)", folder, (long)lock.l_pid);
     close(fd);
     return -1;
+}
+
+int files_lock(const char *folder, const char *name, fault *f) {
+    char path[PATH_ROOM];
+    if (!files_join(path, sizeof path, folder, name, f)) return -1;
+    return hold(files_open_end(path, f), folder, f);
 }
 
 /* The place behind the last newline of the first `size` bytes; -1: unreadable. */
@@ -341,28 +349,89 @@ bool files_sync_folder(const char *path, fault *f) {
     return ok;
 }
 
-/* A link is removed itself: what it points at is somebody else's. */
-bool files_remove_folder(const char *path, fault *f) {
-    struct stat s;
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0 && errno == ENOENT) return true;
-    if (fd < 0 && !lstat(path, &s) && S_ISLNK(s.st_mode))
-        return !unlink(path) || fault_errno(f, "%s: cannot remove", path);
-    DIR *folder = fd < 0 ? NULL : fdopendir(fd);
+/* Removes what is in an open folder but for `kept`. */
+static bool empty(int fd, const char *path, const char *kept, fault *f) {
+    int again = openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *folder = again < 0 ? NULL : fdopendir(again);
     if (!folder) {
         fault_errno(f, "%s: cannot open the folder", path);
-        if (fd >= 0) close(fd);
+        if (again >= 0) close(again);
         return false;
     }
     bool ok = true;
     for (struct dirent *e; ok && (e = readdir(folder));) {
-        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..") || !strcmp(e->d_name, kept))
+            continue;
         if (unlinkat(fd, e->d_name, 0))
             ok = fault_errno(f, "%s/%.200s: cannot remove", path, e->d_name);
     }
     closedir(folder);
+    return ok;
+}
+
+static int open_folder(const char *path) {
+    return open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+}
+
+/* A link is removed itself: what it points at is somebody else's. */
+bool files_remove_folder(const char *path, fault *f) {
+    struct stat s;
+    int fd = open_folder(path);
+    if (fd < 0 && errno == ENOENT) return true;
+    if (fd < 0 && !lstat(path, &s) && S_ISLNK(s.st_mode))
+        return !unlink(path) || fault_errno(f, "%s: cannot remove", path);
+    if (fd < 0) return fault_errno(f, "%s: cannot open the folder", path);
+    bool ok = empty(fd, path, "", f);
+    close(fd);
     if (ok && rmdir(path)) ok = fault_errno(f, "%s: cannot remove", path);
     return ok;
+}
+
+static bool is_same(const struct stat *a, const struct stat *b) {
+    return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
+}
+
+/* The lock that is held is that of the open folder. */
+static bool is_lock_of(int folder, int held) {
+    struct stat ours, there;
+    return !fstat(held, &ours) && !fstatat(folder, FILES_CLAIM, &there, AT_SYMLINK_NOFOLLOW) &&
+           is_same(&ours, &there);
+}
+
+/* The call that had the folder may have given it another name, or removed it, between our two looks
+   at it: a lock that we made is in something whole then, and goes again. */
+static bool is_claimed(int folder, const char *path, int held) {
+    struct stat ours, there;
+    if (!is_lock_of(folder, held)) return false;
+    if (!fstat(folder, &ours) && !lstat(path, &there) && is_same(&ours, &there)) return true;
+    unlinkat(folder, FILES_CLAIM, 0);
+    return false;
+}
+
+int files_claim_folder(const char *path, fault *f) {
+    if (!files_make_folder(path, f)) return -1;
+    int folder = open_folder(path), held = -1;
+    if (folder < 0)
+        fault_errno(f, "%s: cannot open the folder", path);
+    else
+        held = hold(open_end_at(folder, FILES_CLAIM, path, f), path, f);
+    bool ok = held >= 0 && (is_claimed(folder, path, held) ||
+                            fault_set(f, "%s: another run has just ended there", path));
+    ok = ok && empty(folder, path, FILES_CLAIM, f);
+    if (folder >= 0) close(folder);
+    if (held >= 0 && !ok) close(held);
+    return ok ? held : -1;
+}
+
+/* The lock goes last: whoever finds none begins there. */
+void files_remove_claimed(const char *path, int held) {
+    fault unused;
+    int folder = open_folder(path);
+    if (folder >= 0 && is_lock_of(folder, held) && empty(folder, path, FILES_CLAIM, &unused) &&
+        !unlinkat(folder, FILES_CLAIM, 0))
+        rmdir(path);
+    if (folder >= 0) close(folder);
+    close(held);
 }
 
 bool files_exist(const char *path) {
@@ -439,7 +508,7 @@ static bool list_add(char ***names, size_t *count, const char *name, const char 
 static bool holds_run(const char *folder) {
     char lock[PATH_ROOM], settings[PATH_ROOM];
     fault unused;
-    return files_join(lock, sizeof lock, folder, ".lock", &unused) && files_exist(lock) &&
+    return files_join(lock, sizeof lock, folder, FILES_CLAIM, &unused) && files_exist(lock) &&
            files_join(settings, sizeof settings, folder, "env.json", &unused) &&
            files_exist(settings);
 }

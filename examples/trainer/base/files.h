@@ -70,6 +70,15 @@ void files_claim_standard(void);
    has it. A file system without locks gives it to everybody. */
 int files_lock(const char *folder, const char *name, fault *f);
 
+/* A folder of work that gets its name, or whose files get theirs, once all of it is there: made, or
+   emptied of what a call that was killed has left, and held as by files_lock with FILES_CLAIM,
+   which lies in it; -1: another has it. */
+#define FILES_CLAIM ".lock"
+int files_claim_folder(const char *path, fault *f);
+
+/* Removes the folder that is held, unless it has another name by now, and lets it go. */
+void files_remove_claimed(const char *path, int held);
+
 /* Cuts off what follows the last newline, reading no more than the end. */
 bool files_drop_partial_line(const char *path, fault *f);
 

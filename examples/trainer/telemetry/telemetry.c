@@ -393,7 +393,7 @@ static void arm_metrics(telemetry *t) {
 /* ---- The whole ---- */
 
 int telemetry_hold(const config *c, fault *f) {
-    return files_lock(c->train.out_dir, ".lock", f);
+    return files_lock(c->train.out_dir, FILES_CLAIM, f);
 }
 
 static bool enter_folder(telemetry *t, const telemetry_options *o, fault *f) {
