@@ -1,8 +1,9 @@
 /* disk_fault.c - loaded before a program (LD_PRELOAD): kills it at the KILL_AT-th call that changes
    a file or a folder, before the call is done; or lets a disk be full once, when the FULL_AT-th
    write goes to a file whose path ends with FULL_NAME, of which half is written; or, with NO_LINKS,
-   is a disk that has no links; or lets the first open of LATE_NAME be so late that its folder, which
-   has been looked up, holds none of that name any more. Twins: test_going_back.py, test_shards.py. */
+   is a disk that has no links; or lets the first open of LATE_NAME be so late that its folder,
+   which has been looked up, holds none of that name any more. Twins: test_going_back.py,
+   test_shards.py. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
