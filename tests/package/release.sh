@@ -8,11 +8,9 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 "$root/tests/package/need.sh" git cmake sha256sum || exit $?
 git -C "$root" rev-parse HEAD >/dev/null 2>&1 || { echo "left out: not a git checkout" && exit 77; }
 rm -rf "$dir"
-mkdir -p "$dir/bin"
+mkdir -p "$dir"
 # The example that a release runs, without the vector tiles, which package_embed_bare compiles as users do.
-printf '#!/bin/sh\nexec %s "$@" -U__SSE2__\n' "$(command -v cc)" >"$dir/bin/cc"
-chmod +x "$dir/bin/cc"
-export PATH=$dir/bin:$PATH
+export CC="${CC:-cc} -U__SSE2__"
 "$root/scripts/release" --draft "$dir/first"
 name=$(basename "$dir"/first/nsa-*.sha256 .sha256)
 tar -xzf "$dir/first/$name-header.tar.gz" -C "$dir"
