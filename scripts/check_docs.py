@@ -26,6 +26,7 @@ Exit code: the number of findings, at most 99. Not here: spelling, style, links 
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -215,7 +216,8 @@ def quick_compiler(folder):
     """A folder with a `cc` that is this machine's but leaves out the optimizer and the vector tiles, which are
     most of the time: what a program prints does not depend on them, and tests/package compiles them."""
     compiler = folder / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -O0 -U__SSE2__\n')
+    path = shlex.quote(os.environ["PATH"])  # without this folder, where a `cc` that is ccache would find itself
+    compiler.write_text(f'#!/bin/sh\nPATH={path}\nexec cc "$@" -O0 -U__SSE2__\n')
     compiler.chmod(0o755)
     return folder
 
