@@ -61,6 +61,6 @@ class Runs:
         command = [*self.launcher, self.program, *(SMALL if small else ()), "--out-dir", str(self.root / name),
                    *map(str, options)]
         ran = subprocess.run(command, text=True, errors="replace", env=env | environment, input=given,
-                             stdin=None if given else subprocess.DEVNULL, capture_output=True, timeout=300)
+                             stdin=None if given else subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
         check(ran.returncode == code, ran.returncode, ran.stdout, ran.stderr)
         return self.root / name, ran.stdout, ran.stderr

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 
+from runs import PATIENCE
+
 LINE = re.compile(r"  (--\S+)(?: (\S+))?(?:  +| ?$)(.*)")
 EMPTY = '""'  # as messages have it
 findings = []
@@ -44,7 +46,7 @@ class Program:
 
     def run(self, *arguments, env=None):
         done = subprocess.run([*self.command, *map(str, arguments)], capture_output=True, text=True,
-                              stdin=subprocess.DEVNULL, timeout=60, env=env)
+                              stdin=subprocess.DEVNULL, timeout=PATIENCE, env=env)
         return done.returncode, done.stdout, done.stderr
 
     def refuses(self, *arguments, says, silent=()):

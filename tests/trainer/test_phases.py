@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-from runs import check, done
+from runs import PATIENCE, check, done
 
 script, programs, root = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]) / "phases"
 FEW = "--device cpu --seq-len 64 --batch-size 1 --accum-batches 1 --threads 1 --dataset synthetic".split()
@@ -18,7 +18,7 @@ TINY = FEW + "--dim 32 --layers 1 --d-k 16 --d-v 16".split()
 def run(code, *words, **environment):
     env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
     ran = subprocess.run([script, *map(str, words)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         timeout=300, env=env | {"NSA_BIN": programs} | environment)
+                         timeout=PATIENCE, env=env | {"NSA_BIN": programs} | environment)
     check(ran.returncode == code, words, ran.returncode, ran.stdout)
     return ran.stdout
 

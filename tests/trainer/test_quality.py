@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 
-from runs import SMALL, Runs, check, done
+from runs import PATIENCE, SMALL, Runs, check, done
 
 script, programs = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 runs = Runs(programs / "train_tiny", sys.argv[3], "quality")
@@ -30,7 +30,7 @@ preset.write_text(json.dumps(PRESET))
 
 
 def call(*arguments, code=0):
-    ran = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE)
     check(ran.returncode == code, ran.returncode, ran.stdout, ran.stderr)
     return ran
 
@@ -106,7 +106,7 @@ def test_presets():
                     trainer, *its[part]["options"].split(), "--attention", attention, *more,
                     *(["--nsa-w", window] if window else []), "--dataset", "synthetic", "--device", "cpu", "--out-dir",
                     runs.root / "checked", "--check")],
-                                     cwd=script.parent.parent, capture_output=True, text=True, timeout=60)
+                                     cwd=script.parent.parent, capture_output=True, text=True, timeout=PATIENCE)
                 check(ran.returncode == 0 and "parameters: " in ran.stdout, name, part, kind, ran.stderr)
 
 
