@@ -48,7 +48,7 @@ function(nsa_add_test name)
         endif()
     endforeach()
     if(NOT arg_TIMEOUT)
-        set(arg_TIMEOUT 600)
+        set(arg_TIMEOUT 1800) # for what hangs: under load a test takes ten times as long
     endif()
     add_test(NAME ${name} COMMAND ${arg_COMMAND})
     # Threads that wait for work must not keep a core from the next test.

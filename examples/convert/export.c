@@ -106,7 +106,7 @@ static bool read_tensors(safetensors_file *from, safetensors_tensor **list, char
     return safetensors_load(from, *list, count, f);
 }
 
-static bool write_model(const checkpoint *k, const char *folder, fault *f) {
+static bool write_model(const checkpoint *k, const char *folder, int *code, fault *f) {
     char from_path[PATH_ROOM], path[PATH_ROOM];
     safetensors_tensor *list = NULL;
     char *block = NULL;
@@ -116,9 +116,11 @@ static bool write_model(const checkpoint *k, const char *folder, fault *f) {
         return false;
     safetensors_file *from = safetensors_open(from_path, f);
     if (!from) return false;
+    *code = 2;
     bool ok = read_tensors(from, &list, &block, f) &&
-              safetensors_check_finite(from_path, list, safetensors_count(from), f) &&
-              safetensors_write(path, list, safetensors_count(from), &bytes, &xxh64, f);
+              safetensors_check_finite(from_path, list, safetensors_count(from), f);
+    if (ok) *code = 1;
+    ok = ok && safetensors_write(path, list, safetensors_count(from), &bytes, &xxh64, f);
     safetensors_close(from);
     free(list);
     free(block);
@@ -434,18 +436,20 @@ static bool put_in_place(const char *made, const char *folder, bool source, faul
 
 /* Takes the object. */
 static bool write_parts(const checkpoint *k, const char *folder, int64_t vocab, json_t *generation,
-                        const listener *notes, fault *f) {
+                        const listener *notes, int *code, fault *f) {
     return write_json(folder, "generation_config.json", generation, f) &&
            write_file(folder, "modeling_nsa.py", modeling_nsa, modeling_nsa_bytes, f) &&
-           write_tokenizer(&k->config, folder, notes, f) && write_model(k, folder, f) &&
+           write_tokenizer(&k->config, folder, notes, f) && write_model(k, folder, code, f) &&
            write_json(folder, "config.json", model_json(&k->config, vocab), f);
 }
 
 /* In a folder of their own first, so that an older export is there until the new one is whole. */
-bool export_folder(const checkpoint *k, const char *folder, const listener *notes, fault *f) {
+bool export_folder(const checkpoint *k, const char *folder, const listener *notes, int *code,
+                   fault *f) {
     const config *c = &k->config;
     char made[PATH_ROOM];
     int held = -1;
+    *code = 2;
     if (!checkpoint_verify(k, f)) return false;
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
@@ -454,16 +458,18 @@ bool export_folder(const checkpoint *k, const char *folder, const listener *note
     int32_t tokens = tokenizer_vocab_size(t);
     int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokens;
     tokenizer_close(t);
-    if (!same || !check_weights(k, tokens, f) || !files_make_folder(folder, f) ||
-        !check_folder(folder, c->data.tokenizer_path, f) ||
-        !files_join(made, sizeof made, folder, ".export", f) ||
-        (held = files_claim_folder(made, f)) < 0) {
+    bool usable = same && check_weights(k, tokens, f) &&
+                  check_folder(folder, c->data.tokenizer_path, f) &&
+                  files_join(made, sizeof made, folder, ".export", f);
+    if (usable) *code = 1;
+    if (usable && files_make_folder(folder, f)) held = files_claim_folder(made, f);
+    if (held < 0) {
         json_decref(generation);
         return false;
     }
     bool source = files_same(folder, c->data.tokenizer_path);
-    bool ok =
-        write_parts(k, made, vocab, generation, notes, f) && put_in_place(made, folder, source, f);
+    bool ok = write_parts(k, made, vocab, generation, notes, code, f) &&
+              put_in_place(made, folder, source, f);
     files_remove_claimed(made, held);
     return ok;
 }

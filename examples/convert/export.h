@@ -14,7 +14,9 @@ extern const size_t modeling_nsa_bytes;
    it has not. */
 bool export_check(const config *c, fault *f);
 
-/* `folder` is made; files of these names in it are replaced. What was left out goes to `notes`. */
-bool export_folder(const checkpoint *k, const char *folder, const listener *notes, fault *f);
+/* `folder` is made; files of these names in it are replaced. What was left out goes to `notes`.
+   At a fault *code is the exit code: 2, what is given cannot be used; 1, the folder not written. */
+bool export_folder(const checkpoint *k, const char *folder, const listener *notes, int *code,
+                   fault *f);
 
 #endif

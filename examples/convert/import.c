@@ -265,9 +265,10 @@ static bool write_checkpoint(const config *given, const importer *x, const char 
     return ok;
 }
 
-bool import_model(const config *c, const char *folder, const char *out_dir, fault *f) {
+bool import_model(const config *c, const char *folder, const char *out_dir, int *code, fault *f) {
     model m;
     ops o = {0};
+    *code = 2;
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
     model_config shape = train_model_config(c, tokenizer_vocab_size(t));
@@ -290,8 +291,9 @@ bool import_model(const config *c, const char *folder, const char *out_dir, faul
         x.tensors[i].data = i < length ? values + p->offset : values + elements;
         memcpy(x.tensors[i].shape, p->shape, sizeof p->shape);
     }
-    ok = ok && read_files(&x, folder, f) && all_found(&x, folder, f) && check_head(&x, f) &&
-         write_checkpoint(c, &x, out_dir, f);
+    ok = ok && read_files(&x, folder, f) && all_found(&x, folder, f) && check_head(&x, f);
+    if (ok) *code = 1;
+    ok = ok && write_checkpoint(c, &x, out_dir, f);
     free(values);
     free(x.found);
     free(x.tensors);
@@ -302,7 +304,7 @@ bool import_model(const config *c, const char *folder, const char *out_dir, faul
 
 /* ---- The tokenizer ------------------------------------------------------------------------- */
 
-static bool copy_file(const char *from, const char *to, const char *name, fault *f) {
+static bool copy_file(const char *from, const char *to, const char *name, int *code, fault *f) {
     char path[PATH_ROOM], target[PATH_ROOM];
     size_t bytes;
     if (!files_join(path, sizeof path, from, name, f) ||
@@ -310,6 +312,7 @@ static bool copy_file(const char *from, const char *to, const char *name, fault 
         return false;
     char *text = files_read(path, json_of_tokens.bytes, &bytes, f);
     bool ok = text && files_replace(target, text, bytes, f);
+    if (!text) *code = 2;
     free(text);
     return ok;
 }
@@ -359,11 +362,12 @@ static bool without_tokenizer(config *c, const char *folder, const listener *not
 }
 
 bool import_tokenizer(config *c, const char *folder, const char *out_dir, const listener *notes,
-                      fault *f) {
+                      int *code, fault *f) {
     static const char *const wanted[] = {"tokenizer.json", "tokenizer_config.json", "vocab.json",
                                          "merges.txt"};
     char to[PATH_ROOM];
     fault unused;
+    *code = 2;
     if (config_from(c, "data.tokenizer") == CONFIG_FROM_COMMAND_LINE ||
         config_from(c, "data.tokenizer_path") == CONFIG_FROM_COMMAND_LINE)
         return true;
@@ -374,13 +378,14 @@ bool import_tokenizer(config *c, const char *folder, const char *out_dir, const 
     tokenizer *readable = tokenizer_open(CONFIG_GPT2, folder, f); /* before anything is written */
     if (!readable) return false;
     tokenizer_close(readable);
+    *code = 1;
     if (!files_join(to, sizeof to, out_dir, "tokenizer", f) || !files_make_folder(out_dir, f))
         return false;
     if (mkdir(to, 0777)) return fault_errno(f, "%s: cannot make the folder", to);
     bool ok =
         config_put(c, "data.tokenizer", "gpt2", f) && config_put(c, "data.tokenizer_path", to, f);
     for (size_t i = 0; ok && i < sizeof wanted / sizeof *wanted; i++)
-        ok = !has_file(folder, wanted[i]) || copy_file(folder, to, wanted[i], f);
+        ok = !has_file(folder, wanted[i]) || copy_file(folder, to, wanted[i], code, f);
     if (!ok) files_remove_folder(to, &unused);
     return ok;
 }

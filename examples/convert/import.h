@@ -28,12 +28,14 @@ bool import_has_settings(const char *folder);
 bool import_settings(import_flags *x, const char *folder, fault *f);
 
 /* The tensors of folder/model.safetensors, or of the files that model.safetensors.index.json names,
-   become step 0 in out_dir. f32, bf16 and f16 are read; f32 is written. */
-bool import_model(const config *c, const char *folder, const char *out_dir, fault *f);
+   become step 0 in out_dir. f32, bf16 and f16 are read; f32 is written. At a fault *code is the
+   exit code: 2, what is given cannot be used; 1, out_dir not be written. */
+bool import_model(const config *c, const char *folder, const char *out_dir, int *code, fault *f);
 
 /* Copies the tokenizer's files to out_dir/tokenizer and lets c name them. Where the command line
-   names a tokenizer, that is it; a kind that the trainers do not read is a fault. */
+   names a tokenizer, that is it; a kind that the trainers do not read is a fault, with its
+   *code as above. */
 bool import_tokenizer(config *c, const char *folder, const char *out_dir, const listener *notes,
-                      fault *f);
+                      int *code, fault *f);
 
 #endif

@@ -39,7 +39,6 @@ static option_outcome read_export(int argc, char **argv, export_options *o, cons
     return option_read(&command, argc, argv, o, words, f);
 }
 
-/* 2: what was asked for cannot be done; 1: it could not be written. */
 static int convert_out(int argc, char **argv, fault *f) {
     checkpoint k;
     listener notes = listener_stderr();
@@ -56,9 +55,8 @@ static int convert_out(int argc, char **argv, fault *f) {
         code = 2;
     } else if (!export_check(&k.config, f)) {
         code = 2;
-    } else if (!export_folder(&k, words[1], &notes, f)) {
-        code = 1;
-    } else {
+    } else if (export_folder(&k, words[1], &notes, &code, f)) {
+        code = 0;
         text_print_line(stdout, "wrote %s from %s, step %lld", words[1], k.path,
                         (long long)k.state.step);
     }
@@ -131,13 +129,14 @@ static int convert_in(int argc, char **argv, fault *f) {
     option_outcome outcome = config_load(&c, &program, argc, argv, &notes, f);
     if (outcome != OPTION_OK) return outcome == OPTION_HELP ? 0 : 2;
     char made[CONFIG_PATH_BYTES];
+    int code;
     fault unused;
     if (!check_given(&c, f)) return 2;
-    if (!import_tokenizer(&c, words[0], words[1], &notes, f)) return 1;
-    if (!import_model(&c, words[0], words[1], f)) {
+    if (!import_tokenizer(&c, words[0], words[1], &notes, &code, f)) return code;
+    if (!import_model(&c, words[0], words[1], &code, f)) {
         if (tokenizer_place(made, words[1], &unused) && !strcmp(c.data.tokenizer_path, made))
             files_remove_folder(made, &unused);
-        return 1;
+        return code;
     }
     text_print_line(stdout, "wrote %s/checkpoints/step_00000000 from %s", words[1], words[0]);
     return 0;

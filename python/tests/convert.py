@@ -535,7 +535,7 @@ def check_vibe(programs, folder, tokens):
 
 def refused(words, *command):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode in (1, 2) and words in done.stderr, (words, done.returncode, done.stderr)
+    assert done.returncode == 2 and words in done.stderr, (words, done.returncode, done.stderr)
 
 
 def check_import_refusals(convert, folder):

@@ -451,7 +451,7 @@ class Strangers(unittest.TestCase):
                    "go = lambda: nsa.attend_win_forward(nsa.Attend(q=x, k=x, v=x, out=o, lse=l), d)\n"
                    "go(); child = os.fork(); go(); os._exit(0) if not child else 0\n"
                    "print(os.waitpid(child, 0)[1], d.threads)")
-        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300,
                                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"})
         self.assertEqual(found.stdout.split(), ["0", "2"], found.stderr)
 
@@ -471,7 +471,7 @@ class Strangers(unittest.TestCase):
             child = os.fork()
             if child == 0:
                 try:
-                    signal.alarm(30)
+                    signal.alarm(300)
                     other.rewind(0, 0)
                     for call in lambda: cache.rewind(0, 0), lambda: other.fork(0, cache, 0, 0), lambda: copy.copy(cache):
                         with self.assertRaisesRegex(nsa.Refused, "^cache: another thread was in a call of it when"):

@@ -902,7 +902,7 @@ class Memory(unittest.TestCase):
         child = os.fork()
         if child == 0:
             try:
-                signal.alarm(60)
+                signal.alarm(300)
                 torch.set_num_threads(1)
                 del loss  # its block is the parent's still
                 for _ in range(2):

@@ -71,7 +71,7 @@ check("runtime.cuda_graph: no effect" in said, said)
 out, run = runs.start("stopped", *LITTLE, "--steps", 100000, "--accum-batches", 2)
 wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 3)
 run.send_signal(signal.SIGTERM)
-check(run.wait(120) == 128 + signal.SIGTERM, run.returncode)
+check(run.wait(PATIENCE) == 128 + signal.SIGTERM, run.returncode)
 last = len(rows(out))
 state = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]
 check(state["step"] == last == json.loads((out / "metrics.json").read_text())["steps_done"], state, last)

@@ -12,7 +12,7 @@
 
 #include "trainer_test.h"
 
-enum { ARGUMENTS = 64, MINUTE = 60000 };
+enum { ARGUMENTS = 64, PATIENCE = 300000 }; /* ms, for what must come sooner or later */
 
 static const char *program;  /* that is tested */
 static char output[1 << 20]; /* of the last program that ended */

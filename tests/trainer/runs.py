@@ -5,6 +5,7 @@ Twin: none. Tests import it; it is no test.
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ SMALL = ("--dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 --d-v 8 --nsa-l 8 
          "--nsa-n-sel 3 --nsa-w 16 --seq-len 64 --batch-size 4 --lr 3e-3 --log-every 1 --threads 1").split()
 PATIENCE = 300  # s, for what must come sooner or later
 checks = 0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
 
 
 def check(holds, *what):
@@ -61,6 +63,6 @@ class Runs:
         command = [*self.launcher, self.program, *(SMALL if small else ()), "--out-dir", str(self.root / name),
                    *map(str, options)]
         ran = subprocess.run(command, text=True, errors="replace", env=env | environment, input=given,
-                             stdin=None if given else subprocess.DEVNULL, capture_output=True, timeout=300)
+                             stdin=None if given else subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
         check(ran.returncode == code, ran.returncode, ran.stdout, ran.stderr)
         return self.root / name, ran.stdout, ran.stderr

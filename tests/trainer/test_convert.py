@@ -137,7 +137,7 @@ class Convert(unittest.TestCase):
 
     def refused(self, words, config, *options):
         folder = write_model(self.room / "refused", config, weights=False)
-        done = run("convert", "import", folder, self.room / "none", *options, code=(1, 2))
+        done = run("convert", "import", folder, self.room / "none", *options, code=2)
         for word in words.split("|"):
             self.assertIn(word, done.stderr)
         self.assertFalse((self.room / "none" / "checkpoints").exists())
@@ -240,7 +240,7 @@ class Convert(unittest.TestCase):
         self.assertIn("q_norm", done.stderr)  # which the weights here lack, and nothing else
 
     def refuse_weights(self, config):
-        return run("convert", "import", write_model(self.room / "weights", config), self.room / "none", code=1)
+        return run("convert", "import", write_model(self.room / "weights", config), self.room / "none", code=2)
 
     # ---- What is read ----
 
@@ -326,20 +326,20 @@ class Convert(unittest.TestCase):
         (whole / "model.safetensors").rename(whole / "all.safetensors")
         index.rename(self.room / "index")
         for other in (whole, whole / "all.safetensors"):
-            done = run("convert", "import", other, self.room / "other", code=1)
+            done = run("convert", "import", other, self.room / "other", code=2)
             self.assertIn(f"{other}: has neither model.safetensors nor its index: must be a folder", done.stderr)
         (whole / "adapter_config.json").write_text("{}")
-        done = run("convert", "import", whole, self.room / "adapted", code=1)
+        done = run("convert", "import", whole, self.room / "adapted", code=2)
         self.assertIn(f"{whole}/adapter_config.json: of PEFT, whose adapter transformers would add", done.stderr)
         (whole / "adapter_config.json").unlink()
         for extra, words in ((None, ""), ("model.layers.0.foo", "tensor model.layers.0.foo: no file has it")):
             listed = {name: "all.safetensors" for name in names + [extra] * bool(extra)}
             index.write_text(json.dumps({"weight_map": listed}))
-            done = run("convert", "import", whole, self.room / f"c{extra}", code=1 if extra else 0)
+            done = run("convert", "import", whole, self.room / f"c{extra}", code=2 if extra else 0)
             self.assertIn(words, done.stderr)
         for name in ("..\\all.safetensors/x", "/dev/zero", "a" * 300, "all.safetensors\0", "CON/all", 5, None, []):
             index.write_text(json.dumps({"weight_map": {**listed, names[1]: name}}))
-            run("convert", "import", whole, self.room / "d", code=1)
+            run("convert", "import", whole, self.room / "d", code=2)
         self.assertFalse((self.room / "d" / "checkpoints").exists())
 
     def test_wide_numbers(self):
@@ -368,14 +368,14 @@ class Convert(unittest.TestCase):
         at = 8 + size + header["model.norm.weight"]["data_offsets"][0] + 4
         for value in (float("nan"), float("inf"), float("-inf"), 3e38):
             path.write_bytes(raw[:at] + struct.pack("<f", value) + raw[at + 4:])
-            done = run("convert", "import", folder, self.room / "of_odd", code=0 if value == 3e38 else 1)
+            done = run("convert", "import", folder, self.room / "of_odd", code=0 if value == 3e38 else 2)
             self.assertEqual("model.norm.weight: number 1 is " in done.stderr, value != 3e38, done.stderr)
         path.write_bytes(raw)
         entry = header["model.norm.weight"]
         wide = {"model.norm.weight": {**entry, "dtype": "F64", "data_offsets": [0, 8 * 32]}}
         text = json.dumps(wide).encode()
         path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<d", 1e300) + bytes(8 * 31))
-        done = run("convert", "import", folder, self.room / "wide", code=1)
+        done = run("convert", "import", folder, self.room / "wide", code=2)
         self.assertIn("model.norm.weight: number 0 is inf; must be finite in f32", done.stderr)
         done = run("generate", self.room / "of_odd", "--prompt", "a", "--length", "3", code=1)
         self.assertIn("for the token behind the first 1: its weights are not finite, or too large", done.stderr)
@@ -391,7 +391,7 @@ class Convert(unittest.TestCase):
         begin, end = embed["data_offsets"]
         header["lm_head.weight"] = {**embed, "data_offsets": [len(data), len(data) + end - begin]}
         text = json.dumps(header).encode()
-        for change, code in ((b"", 0), (b"\0\0\x80\x3f", 1)):
+        for change, code in ((b"", 0), (b"\0\0\x80\x3f", 2)):
             head = data[begin:end - len(change)] + change
             path.write_bytes(struct.pack("<Q", len(text)) + text + data + head)
             done = run("convert", "import", folder, self.room / f"tied_{code}", code=code)
@@ -436,7 +436,7 @@ class Convert(unittest.TestCase):
         self.assertEqual(self.pieces(self.imported("raw"), text)[0], b"e")
         folder = write_model(self.room / "nfc", {**SPARSE, "vocab_size": 262})
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer(normalizer={"type": "NFC"})))
-        done = run("convert", "import", folder, self.room / "nfc_in", code=(0, 1))
+        done = run("convert", "import", folder, self.room / "nfc_in", code=(0, 2))
         if done.returncode:
             self.assertIn("normalizer: NFC needs utf8proc", done.stderr)
             return
@@ -446,12 +446,12 @@ class Convert(unittest.TestCase):
     def test_form_c_of_added_tokens(self):
         """One that is looked for in form C must be in it: the package composes it first."""
         known = {"special": False, "normalized": True, "lstrip": False, "rstrip": False, "single_word": False}
-        for content, code in (("caf\u00e9", 1), ("the", 0), ("<x>", 0), ("tool_1", 0)):
+        for content, code in (("caf\u00e9", 2), ("the", 0), ("<x>", 0), ("tool_1", 0)):
             folder = write_model(self.room / f"added_{content}", {**SPARSE, "vocab_size": 263})
             whole = tokenizer(normalizer={"type": "NFC"})
             whole["added_tokens"].append({**known, "id": 262, "content": content})
             (folder / "tokenizer.json").write_text(json.dumps(whole))
-            done = run("convert", "import", folder, self.room / f"{content}_in", code=(0, 1))
+            done = run("convert", "import", folder, self.room / f"{content}_in", code=(0, 2))
             if "needs utf8proc" not in done.stderr:
                 self.assertEqual(done.returncode, code, (content, done.stderr))
                 self.assertEqual("added_tokens, number 1" in done.stderr, bool(code))
@@ -470,7 +470,7 @@ class Convert(unittest.TestCase):
                               ({"model": {**tokenizer()["model"], "byte_fallback": True}}, "byte_fallback")):
             folder = write_model(self.room / "bad", {**LLAMA, "vocab_size": 262})
             (folder / "tokenizer.json").write_text(json.dumps(tokenizer(**change)))
-            done = run("convert", "import", folder, self.room / "none", code=1)
+            done = run("convert", "import", folder, self.room / "none", code=2)
             self.assertIn(words, done.stderr)
             self.assertFalse((self.room / "none").exists())
 
@@ -478,7 +478,7 @@ class Convert(unittest.TestCase):
         for name in ("tokenizer.model", "spiece.model", "vocab.txt"):
             folder = write_model(self.room / name, {**LLAMA, "vocab_size": 300})
             (folder / name).write_bytes(b"\n\x0e")
-            done = run("convert", "import", folder, self.room / "none", code=1)
+            done = run("convert", "import", folder, self.room / "none", code=2)
             self.assertIn(f"{name}: ", done.stderr)
             self.assertIn("byte-level BPE", done.stderr)
             self.assertFalse((self.room / "none").exists())
@@ -533,7 +533,7 @@ class Convert(unittest.TestCase):
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(bytes(raw))
-        done = run("convert", "export", made, self.room / "hf", code=1)
+        done = run("convert", "export", made, self.room / "hf", code=2)
         self.assertIn("model.safetensors", done.stderr)
         self.assertIn("checksum", done.stderr)
         self.assertFalse((self.room / "hf").exists())
@@ -548,7 +548,7 @@ class Convert(unittest.TestCase):
                                               "id": whole["added_tokens"][0]["id"] + 1})
             (self.room / name / "tokenizer.json").write_text(json.dumps(whole))
         model = self.train("of_one", "--tokenizer", "gpt2", "--tokenizer-path", self.room / "one")
-        done = run("convert", "export", model, self.room / "hf", "--tokenizer-path", self.room / "two", code=(1, 2))
+        done = run("convert", "export", model, self.room / "hf", "--tokenizer-path", self.room / "two", code=2)
         self.assertIn("model.safetensors: tensor embed.weight: by the settings it must be embed.weight", done.stderr)
         self.assertFalse((self.room / "hf").exists())
         run("convert", "export", model, self.room / "hf", "--tokenizer-path", self.room / "one")
@@ -570,11 +570,11 @@ class Convert(unittest.TestCase):
         self.assertEqual(got, want)
         for name in ("tokenizer.model", "model.safetensors.index.json", "special_tokens_map.json"):
             (self.room / "hf" / name).write_text("{}")
-            self.assertIn(name, run("convert", "export", made, self.room / "hf", code=1).stderr)
+            self.assertIn(name, run("convert", "export", made, self.room / "hf", code=2).stderr)
             (self.room / "hf" / name).unlink()
         other = write_model(self.room / "other", LLAMA)
         before = {path.name: path.read_bytes() for path in other.iterdir()}
-        self.assertIn("older export", run("convert", "export", made, other, code=1).stderr)
+        self.assertIn("older export", run("convert", "export", made, other, code=2).stderr)
         self.assertEqual({path.name: path.read_bytes() for path in other.iterdir()}, before)
 
     def test_export_of_numbers_that_are_none(self):
@@ -583,7 +583,7 @@ class Convert(unittest.TestCase):
         change(out / "checkpoints/latest", KINDS["nan"][0])
         for command in (("convert", "export", out, self.room / "hf_of_nan"), ("generate", out, "--prompt", "a"),
                         ("inspect", out, "--prompt", "a", "--out", self.room / "seen.json")):
-            done = run(*command, code=1 if command[0] == "convert" else 2)
+            done = run(*command, code=2)
             self.assertIn("tensor norm.weight: number 0 is nan; must be finite in f32", done.stderr)
         self.assertEqual(list((self.room / "hf_of_nan").iterdir()), [])
 
@@ -683,11 +683,11 @@ class Convert(unittest.TestCase):
         broken = shutil.copytree(folder, self.room / "broken")
         (broken / "model.safetensors").unlink()
         for _ in range(2):
-            self.assertIn("model.safetensors", run("convert", "import", broken, self.room / "out", code=1).stderr)
+            self.assertIn("model.safetensors", run("convert", "import", broken, self.room / "out", code=2).stderr)
             self.assertFalse((self.room / "out" / "tokenizer").exists())
         (broken / "merges.txt").mkdir()
         self.assertIn("merges.txt: must be a plain file",
-                      run("convert", "import", broken, self.room / "out", code=1).stderr)
+                      run("convert", "import", broken, self.room / "out", code=2).stderr)
         self.assertFalse((self.room / "out" / "tokenizer").exists())
         run("convert", "import", folder, self.room / "out")
         theirs = self.room / "used" / "tokenizer"

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 
-from runs import SMALL, Runs, check, done
+from runs import PATIENCE, SMALL, Runs, check, done
 
 runs, shards, libraries = Runs(sys.argv[1], sys.argv[2], "formats"), sys.argv[3], sys.argv[4].split(",")
 numbers = itertools.count()
@@ -47,7 +47,7 @@ def place(files):
 def convert(path, *options, given=None):
     """What shards makes of it: the text, or None, and what it says."""
     out = runs.root / f"shards{next(numbers)}"
-    ran = subprocess.run([shards, out, path, *options], capture_output=True, input=given, timeout=60)
+    ran = subprocess.run([shards, out, path, *options], capture_output=True, input=given, timeout=PATIENCE)
     said = (ran.stdout + ran.stderr).decode(errors="replace")
     if ran.returncode:
         check(ran.returncode == 2 and not out.exists(), ran)
@@ -375,7 +375,7 @@ def test_large():
     text = f"{path}: no memory for "
     for room, command, words in ((size, trainer, text), (size, writer, text), (4 * size, writer, "memory for tokens")):
         (group / "memory.max").write_text(str(room))
-        ran = subprocess.run([*inside, *command], capture_output=True, text=True, timeout=60)
+        ran = subprocess.run([*inside, *command], capture_output=True, text=True, timeout=PATIENCE)
         check(ran.returncode == 2 and words in ran.stdout + ran.stderr, ran)
 
 

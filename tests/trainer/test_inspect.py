@@ -14,7 +14,7 @@ import xml.etree.ElementTree
 import zlib
 
 from poison import change
-from runs import Runs, check, done
+from runs import PATIENCE, Runs, check, done
 
 runs = Runs(sys.argv[1], sys.argv[2], "inspect")
 inspect, draw, retrieval = sys.argv[3:6]
@@ -24,7 +24,7 @@ L, D, BLOCK, COUNT, WINDOW = 8, 4, 16, 4, 16  # of the model below
 
 
 def run(*command, code=0, words="", **options):
-    ran = subprocess.run([str(word) for word in command], text=True, capture_output=True, timeout=60, **options)
+    ran = subprocess.run([str(word) for word in command], text=True, capture_output=True, timeout=PATIENCE, **options)
     check(ran.returncode == code, command, ran.returncode, ran.stdout, ran.stderr)
     check(words in ran.stdout + ran.stderr, words, ran.stdout, ran.stderr)
 

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 
+from runs import PATIENCE
+
 LINE = re.compile(r"  (--\S+)(?: (\S+))?(?:  +| ?$)(.*)")
 EMPTY = '""'  # as messages have it
 findings = []
@@ -44,7 +46,7 @@ class Program:
 
     def run(self, *arguments, env=None):
         done = subprocess.run([*self.command, *map(str, arguments)], capture_output=True, text=True,
-                              stdin=subprocess.DEVNULL, timeout=60, env=env)
+                              stdin=subprocess.DEVNULL, timeout=PATIENCE, env=env)
         return done.returncode, done.stdout, done.stderr
 
     def refuses(self, *arguments, says, silent=()):
@@ -197,6 +199,10 @@ def try_trainer(trainer, folder):
     check(re.search(r"sample\.prompt +--check +command line --prompt\n", text), "a value behind =:", text)
     check(re.search(r"data\.path +\S+ +command line --local-path\n", text), "the name that was given:", text)
     check(re.search(r"model\.qk_norm +false +command line --no-qk-norm\n", text), "the name that was given:", text)
+    for first, words in (("--steps 5", ("--steps", "5")), ("--resume", ("--resume",))):
+        code, text, said = trainer.run(*words, f"{words[0]}=7", "--nothing-like-it")
+        again = f"warning: {words[0]}: given twice, first as {first}; the last one counts, 7\n"
+        check(said.startswith(again), "of two:", said)
     code, text, said = trainer.run(env={"CONFIG": str(path)})
     check(code == 2 and f"{path}:4: model.dim" in said and "--config" not in said, "by CONFIG:", said)
     code, text, said = trainer.run("--dataset=synthetic", env={"NSA_TB_DISABLE": "maybe"})

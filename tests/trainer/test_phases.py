@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-from runs import check, done
+from runs import PATIENCE, check, done
 
 script, programs, root = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]) / "phases"
 FEW = "--device cpu --seq-len 64 --batch-size 1 --accum-batches 1 --threads 1 --dataset synthetic".split()
@@ -18,7 +18,7 @@ TINY = FEW + "--dim 32 --layers 1 --d-k 16 --d-v 16".split()
 def run(code, *words, **environment):
     env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
     ran = subprocess.run([script, *map(str, words)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         timeout=300, env=env | {"NSA_BIN": programs} | environment)
+                         timeout=PATIENCE, env=env | {"NSA_BIN": programs} | environment)
     check(ran.returncode == code, words, ran.returncode, ran.stdout)
     return ran.stdout
 
@@ -47,6 +47,8 @@ check("NO-GO" in said and not (root / "blind/2").exists(), "no second phase afte
 for option in ("--steps=5", "--out-dir"):  # would be every phase's
     said = run(2, "smoke", "--out", root / "own", *FEW, option, "5")
     check(f"{option}: each phase has its own; --last STEPS" in said and not (root / "own").exists(), said)
+said = run(2, "smoke", "--last", 1, "--last=2", "--ranks=0")
+check("warning: --last: given twice, first as 1; the last one counts, 2\n" in said and said.count("given twice") == 1, said)
 for words in ([], ["frobnicate"], ["smoke", "--last", "x"], ["smoke", "--ranks"], ["soak", "--ranks", "0"]):
     run(2, *words)
 run(2, "smoke", NSA_BIN=str(root))

@@ -30,6 +30,11 @@ def check(holds, *what):
         sys.exit(f"FAIL: {what}")
 
 
+# A build that waits for another in its folder for as long as one that is kept out would be seen: a second.
+MET = 'case " $* " in *" --build "*) touch one.$$; for i in 1 2 3 4 5 6 7 8 9 10; do [ "$(ls -d one.* | wc -l)" = 1 ] ' \
+      '|| touch met; sleep 0.1; done; rm one.$$ ;; esac'
+
+
 def place(*tools, report=""):
     """A folder with the script and a PATH of plain tools, and these beside them."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -120,6 +125,23 @@ def test_lacks():
           said)
 
 
+def test_two_at_once():
+    """They build one after the other, and each has a folder of its own; one that is refused leaves none."""
+    place("id", "cmake", "cc", "make")
+    for name in ("flock", "ls", "wc", "touch", "rmdir"):
+        if not (folder / "bin" / name).exists() and shutil.which(name):
+            (folder / "bin" / name).symlink_to(shutil.which(name))
+    (folder / "bin/cmake").write_text(f"#!/bin/bash\ncd {folder}; {MET}; {LINK}\n")
+    jobs = [start(*SMALL) for _ in range(2)]
+    said = [job.communicate(timeout=280)[0] for job in jobs]
+    check([job.returncode for job in jobs] == [0, 0], said)
+    for name in ("quickstart", "quickstart-2"):
+        check((folder / "artifacts" / name / "checkpoints/latest").exists(), name, said)
+    check(not (folder / "met").exists() or not shutil.which("flock"), "two build at once", said)
+    run(*SMALL, "--steps", "no", code=2)
+    check(not (folder / "artifacts/quickstart-3").exists(), "an empty folder")
+
+
 def test_ends():
     """Exit codes, and signals, are the trainer's."""
     place("id", "cmake", "cc", "make")
@@ -143,5 +165,6 @@ def test_ends():
 test_next_step(test_no_root())
 test_elsewhere()
 test_lacks()
+test_two_at_once()
 test_ends()
 print(f"{checks} passed, 0 failed")

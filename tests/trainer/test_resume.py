@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 
-from runs import Runs, check, done, wait_for
+from runs import PATIENCE, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[2], "resume")
 corpus = runs.text()
@@ -37,7 +37,7 @@ def kill_after_a_step(name, *options):
     wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").stat().st_ino != old
              and len(steps_of(out)) > 0 and steps_of(out)[-1] > state(out / "checkpoints/latest")["state"]["step"])
     run.send_signal(signal.SIGKILL)
-    run.wait(60)
+    run.wait(PATIENCE)
     return out
 
 

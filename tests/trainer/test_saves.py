@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from runs import SMALL, Runs, check, done, wait_for
+from runs import PATIENCE, SMALL, Runs, check, done, wait_for
 
 kills = int(sys.argv[3]) if len(sys.argv) > 3 else 10
 runs = Runs(sys.argv[1], sys.argv[2], f"saves{kills}")
@@ -56,7 +56,7 @@ def test_kills():
             code = run.wait(chance.random() * whole)
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGKILL)
-            code = run.wait(60)
+            code = run.wait(PATIENCE)
         if code == -signal.SIGKILL:
             killed += 1
             continue
@@ -74,12 +74,13 @@ def test_kills():
 # ---- A full disk ----
 
 FULL = r"""
-mount -t tmpfs -o size=$(($(du -sk "$START" | cut -f1) + 200))k none "$OUT" || exit 77
+mount -t tmpfs -o size=16m none "$OUT" || exit 77
 cp -a "$START" "$OUT/run" || exit 99
+head -c "$(($(df -k --output=avail "$OUT" | tail -n 1) - 200))k" /dev/zero >"$OUT/filler" || exit 99
 "$@" --out-dir "$OUT/run" --keep-checkpoints 0
 echo "code $?"
 cp -a "$OUT/run" "$KEPT/full"
-mount -o remount,size=16m "$OUT"
+rm "$OUT/filler"
 "$@" --out-dir "$OUT/run"
 echo "code $?"
 cp -a "$OUT/run" "$KEPT/whole"
@@ -87,12 +88,16 @@ cp -a "$OUT/run" "$KEPT/whole"
 
 
 def test_full_disk():
-    """A file system of its own fills up while checkpoints are written; then it is made larger. It has room for what a
+    """A file system of its own fills up while checkpoints are written; then it is emptied. It has room for what a
     killed run left, however many checkpoints that are, and for a part of one more."""
-    start, run = runs.start("start", *OPTIONS)
-    wait_for("a checkpoint", lambda: (start / "checkpoints/latest/state.json").exists())
-    run.send_signal(signal.SIGKILL)
-    run.wait(60)
+    code = 0
+    while code == 0:  # it may end before the kill comes
+        shutil.rmtree(runs.root / "start", ignore_errors=True)
+        start, run = runs.start("start", *OPTIONS)
+        wait_for("a checkpoint", lambda: (start / "checkpoints/latest/state.json").exists())
+        run.send_signal(signal.SIGKILL)
+        code = run.wait(PATIENCE)
+    check(code == -signal.SIGKILL, code)
     if not shutil.which("unshare"):
         print("no unshare here; test_train's limit on the size of a file stands alone")
         return
@@ -100,7 +105,7 @@ def test_full_disk():
     place.mkdir()
     kept.mkdir()
     ran = subprocess.run(["unshare", "--mount", "--map-root-user", "sh", "-c", FULL, "sh", runs.program, *SMALL,
-                          *map(str, OPTIONS), "--resume"], text=True, timeout=300, stdout=subprocess.PIPE,
+                          *map(str, OPTIONS), "--resume"], text=True, timeout=PATIENCE, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT,
                          env=os.environ | {"OUT": str(place), "KEPT": str(kept), "START": str(start)})
     if "code" not in ran.stdout and ran.returncode in (1, 77):

@@ -2,16 +2,19 @@
 
 usage: test_shards.py TRAINER FOLDER SHARDS [wider | DISK_FAULT]. Twins: examples/shards/main.c, disk_fault.c.
 """
+import array
+import fcntl
 import json
 import math
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
-import time
+import termios
 
-from runs import Runs, check, done, wait_for
+from runs import PATIENCE, Runs, check, done, wait_for
 
 runs, shards = Runs(sys.argv[1], sys.argv[2], "shards"), sys.argv[3]
 corpus, gpt2 = runs.root / "corpus", runs.root / "gpt2"
@@ -24,7 +27,7 @@ lines = [f"line {i} of {i * i % 97} words, it's\n" for i in range(1500)]
 
 def make(folder, *arguments, code=0, given=None):
     ran = subprocess.run([shards, f"{runs.root}/{folder}", *map(str, arguments)], capture_output=True, input=given,
-                         timeout=60)
+                         timeout=PATIENCE)
     check(ran.returncode == code, ran)
     return runs.root / folder, (ran.stdout + ran.stderr).decode()
 
@@ -158,15 +161,19 @@ def test_wrong_in_the_first_step():
     check("token 999" in said and (out / "training.csv").read_text().count("\n") > 1, said)
 
 
+def begin(folder):
+    """A call that reads its standard input, and so holds its part."""
+    call = subprocess.Popen([shards, runs.root / folder, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    call.stdin.write(b'{"text": "one"}\n')
+    call.stdin.flush()
+    unread = array.array("i", [1])
+    wait_for("a reader", lambda: fcntl.ioctl(call.stdin, termios.FIONREAD, unread) == 0 and unread[0] == 0)
+    return call
+
+
 def test_two_at_once():
     """The second call into one folder is refused, and harms nothing."""
-    first = subprocess.Popen([shards, runs.root / "twice", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    first.stdin.write(b'{"text": "one"}\n')
-    first.stdin.flush()
-    for _ in range(500):
-        if (runs.root / "twice.part/.lock").exists():
-            break
-        time.sleep(0.01)
+    first = begin("twice")
     folder, said = make("twice", corpus, code=1)
     check("twice.part: another run is in this folder (process %d)" % first.pid in said, said)
     said = first.communicate()[0].decode()
@@ -179,11 +186,15 @@ def test_shorter():
     both = runs.root / "cut"
     both.mkdir()
     (both / "a").write_text("some words\n" * 50000)
-    (both / "b.jsonl").write_text('{"text": "one"}\n' * 1000)
-    call = subprocess.Popen([shards, runs.root / "shorter", both, "--shard-tokens", "500"], stderr=subprocess.PIPE)
-    wait_for("a shard", (runs.root / "shorter.part/shard_000000.bin").exists)
-    os.truncate(both / "b.jsonl", 8000)
-    said = call.communicate()[1].decode()
+    for _ in range(100):  # until the cut comes before the call has read that far
+        shutil.rmtree(runs.root / "shorter", ignore_errors=True)
+        (both / "b.jsonl").write_text('{"text": "one"}\n' * 1000)
+        call = subprocess.Popen([shards, runs.root / "shorter", both, "--shard-tokens", "5000"], stderr=subprocess.PIPE)
+        wait_for("a shard", lambda: (runs.root / "shorter.part/shard_000000.bin").exists() or call.poll() is not None)
+        os.truncate(both / "b.jsonl", 8000)
+        said = call.communicate()[1].decode()
+        if call.returncode:
+            break
     check(call.returncode == 2 and "b.jsonl: ends at byte 8000; it had 16000" in said, said)
     check(not (runs.root / "shorter").exists(), "half of a corpus")
 
@@ -209,11 +220,7 @@ def holds_open(process, path):
 
 def test_late_lock():
     """A call whose lock is made when another has put the part in place: it lies in the folder that is whole by then."""
-    first = subprocess.Popen([shards, runs.root / "late", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    first.stdin.write(b'{"text": "one"}\n')
-    first.stdin.flush()
-    part = runs.root / "late.part"
-    wait_for("the part", (part / ".lock").exists)
+    first, part = begin("late"), runs.root / "late.part"
     late = subprocess.Popen([shards, runs.root / "late", corpus], stderr=subprocess.PIPE,
                             env=os.environ | {"LD_PRELOAD": sys.argv[4], "LATE_NAME": ".lock"})
     wait_for("the late call", lambda: holds_open(late.pid, part))

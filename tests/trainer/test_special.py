@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import packages
-from runs import Runs, check, done
+from runs import PATIENCE, Runs, check, done
 
 runs, shards, generate = Runs(sys.argv[1], sys.argv[2], "special"), sys.argv[3], sys.argv[4]
 packages.need(sys.argv[2], "tokenizers")
@@ -73,7 +73,7 @@ def encode(vocabulary, documents, name):
     text = runs.root / f"{name}.jsonl"
     text.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
     out = runs.root / f"{name}_shards"
-    subprocess.run([shards, out, text, "--tokenizer-path", vocabulary], check=True, capture_output=True, timeout=60)
+    subprocess.run([shards, out, text, "--tokenizer-path", vocabulary], check=True, capture_output=True, timeout=PATIENCE)
     data = (out / "shard_000000.bin").read_bytes()[1024:]
     return list(struct.unpack(f"<{len(data) // 2}H", data)), out
 
@@ -124,7 +124,7 @@ def test_template():
         text = runs.root / "plain.txt"
         text.write_text("the thing in " * 400)
         out = runs.root / f"{vocabulary.name}_of_text"
-        subprocess.run([shards, out, text, "--tokenizer-path", vocabulary], check=True, capture_output=True, timeout=60)
+        subprocess.run([shards, out, text, "--tokenizer-path", vocabulary], check=True, capture_output=True, timeout=PATIENCE)
         words = ("--tokenizer", "gpt2", "--tokenizer-path", vocabulary, "--steps", 2, "--eval-every", 0)
         losses = [(runs.train(f"{vocabulary.name}_{i}", *words, "--data", data)[0] / "training.csv").read_text()
                   for i, data in enumerate((text, out))]
@@ -146,7 +146,7 @@ def compare(name, whole, text, same=True):
     path, out = folder(name, {"tokenizer.json": whole}), runs.root / f"{name}_made"
     given = runs.root / f"{name}.txt"
     given.write_bytes(text)
-    ran = subprocess.run([shards, out, given, "--tokenizer-path", path], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([shards, out, given, "--tokenizer-path", path], capture_output=True, text=True, timeout=PATIENCE)
     if not same:
         check(ran.returncode == 2 and "tokenizer.json" in ran.stderr or "pattern" in ran.stderr, name, ran)
         return ran
@@ -229,13 +229,13 @@ def test_tokens_beside():
                                                         "model_max_length": int(1e30)})):
             path = folder(f"beside{len(os.listdir(runs.root))}", {"tokenizer.json": whole, name: beside})
             ran = subprocess.run([shards, runs.root / f"{path.name}_made", runs.root / "two_files.jsonl", "--tokenizer-path",
-                                  path], capture_output=True, text=True, timeout=60)
+                                  path], capture_output=True, text=True, timeout=PATIENCE)
             words = f'{name}: token "{content}": must be an added token of tokenizer.json too'
             check(ran.returncode == 2 and words in ran.stderr if i else ran.returncode == 0, ran)
     spaced = {"tokenizer_config.json": {"add_prefix_space": True}}  # which transformers puts in the place of the file's own
     for files in ({"tokenizer.json": whole}, {"vocab.json": vocab, "merges.txt": "t h\n"}):
         ran = subprocess.run([shards, runs.root / "spaced_made", runs.root / "two_files.jsonl", "--tokenizer-path",
-                              folder(f"spaced{len(files)}", files | spaced)], capture_output=True, text=True, timeout=60)
+                              folder(f"spaced{len(files)}", files | spaced)], capture_output=True, text=True, timeout=PATIENCE)
         check(ran.returncode == 2 and "tokenizer_config.json: add_prefix_space: must be false" in ran.stderr, ran)
 
 
@@ -290,7 +290,7 @@ def test_both_ends():
                         "added_tokens.json": {"<pad>": 261}},
              "added_tokens.json: token \"<pad>\": must be an added token of tokenizer.json too")):
         ran = subprocess.run([shards, runs.root / "refused", text, "--tokenizer-path", folder(name, files)],
-                             capture_output=True, text=True, timeout=60)
+                             capture_output=True, text=True, timeout=PATIENCE)
         check(ran.returncode == 2 and words in ran.stderr, ran)
 
 
@@ -298,12 +298,12 @@ def test_no_vocabulary():
     """A file in the place of its folder, and a folder of another kind of vocabulary."""
     for path in (runs.root / "one_file/tokenizer.json", folder("pieces", {"tokenizer.model": "x"})):
         ran = subprocess.run([shards, runs.root / "refused", runs.root / "two_files.jsonl", "--tokenizer-path", path],
-                             capture_output=True, text=True, timeout=60)
+                             capture_output=True, text=True, timeout=PATIENCE)
         check(ran.returncode == 2 and f"{path}: must be a folder that has tokenizer.json, or vocab.json and" in ran.stderr, ran)
 
 
 def write(model, *options, code=0):
-    ran = subprocess.run([generate, model, "--threads", "1", *options], capture_output=True, timeout=60)
+    ran = subprocess.run([generate, model, "--threads", "1", *options], capture_output=True, timeout=PATIENCE)
     check(ran.returncode == code, ran)
     return ran.stdout.decode(), ran.stderr.decode()
 

@@ -126,9 +126,9 @@ static void test_pipes(void) {
     for (size_t i = 0; i < 2; i++) {
         char path[1024];
         snprintf(path, sizeof path, "%s/%s", test_root, refused[i]);
-        expect(shell("timeout 20 %s --config %s", program, path), 2, "must be a plain file");
-        expect(shell("CONFIG=%s timeout 20 %s --check", path, program), 2, "must be a plain file");
-        expect(shell("timeout 20 %s %s --prompt-file %s", generator, test_path("run"), path), 2,
+        expect(shell("timeout 300 %s --config %s", program, path), 2, "must be a plain file");
+        expect(shell("CONFIG=%s timeout 300 %s --check", path, program), 2, "must be a plain file");
+        expect(shell("timeout 300 %s %s --prompt-file %s", generator, test_path("run"), path), 2,
                "must be a plain file");
     }
     test_mkdir("judged");
@@ -136,10 +136,10 @@ static void test_pipes(void) {
               !mkfifo(test_path("judged/training.csv"), 0666) &&
               !mkfifo(test_path("judged/metrics.json"), 0666),
           "pipes");
-    expect(shell("timeout 20 %s %s", judge, test_path("judged")), 1, "NO-GO");
+    expect(shell("timeout 300 %s %s", judge, test_path("judged")), 1, "NO-GO");
     test_mkdir("model");
     CHECK(!mkfifo(test_path("model/config.json"), 0666), "pipe");
-    expect(shell("timeout 20 %s import %s %s", converter, test_path("model"), test_path("in")), 2,
+    expect(shell("timeout 300 %s import %s %s", converter, test_path("model"), test_path("in")), 2,
            "must be a plain file");
 }
 

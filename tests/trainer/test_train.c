@@ -218,7 +218,7 @@ static void test_stop(void) {
     size_t bytes;
     check_case("SIGTERM");
     pid_t child = start(small, options);
-    for (; waited < MINUTE && !strcmp(logged(out, 3, 1), "none"); waited += 20) sleep_ms(20);
+    for (; waited < PATIENCE && !strcmp(logged(out, 3, 1), "none"); waited += 20) sleep_ms(20);
     kill(child, SIGTERM);
     code = await(child);
     expect(code, 128 + SIGTERM, "stopped by SIGTERM after step");

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 
-from runs import Runs, check, done, wait_for
+from runs import PATIENCE, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[2], "verdict")
 program = sys.argv[3]
@@ -20,7 +20,7 @@ GB = 1e9 / 2**20  # in MiB
 
 def verdict(out, code):
     """What nsa_verdict says: {criterion: (holds, figure)}, and the artefacts."""
-    ran = subprocess.run([program, str(out)], text=True, capture_output=True, timeout=60)
+    ran = subprocess.run([program, str(out)], text=True, capture_output=True, timeout=PATIENCE)
     check(ran.returncode == code, out, ran.returncode, ran.stdout, ran.stderr)
     *lines, last = ran.stdout.splitlines()
     check(last == ("GO" if code == 0 else "NO-GO"), ran.stdout)
@@ -203,7 +203,7 @@ for name, text in (("killed", None), ("garbage", "{"), ("list", "[]")):
 out, run = runs.start("stopped", "--data", corpus, "--steps", 500000)
 wait_for("20 steps", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 20)
 run.send_signal(signal.SIGTERM)
-run.wait(120)
+run.wait(PATIENCE)
 said, _ = verdict(out, 1)
 check(not said["exit"][0] and not said["steps"][0] and "of 500000" in said["steps"][1], said)
 check(said["rows"][0] and said["checkpoint"][0], said)

@@ -16,7 +16,7 @@ import sys
 import time
 
 from poison import KINDS, change
-from runs import SMALL, Runs, check, done, wait_for
+from runs import PATIENCE, SMALL, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[2], "watch")
 
@@ -85,7 +85,7 @@ def test_asked_where_it_is(text):
     lines = (out / "training.csv").read_text().count("\n")
     wait_for("steps after it", lambda: (out / "training.csv").read_text().count("\n") > lines + 3)
     run.send_signal(signal.SIGTERM)
-    check(run.wait(120) == 128 + signal.SIGTERM, run.returncode)
+    check(run.wait(PATIENCE) == 128 + signal.SIGTERM, run.returncode)
     metrics = json.loads((out / "metrics.json").read_text())
     check(metrics["verdict"] == "stopped by SIGTERM" and metrics["exit_code"] == 143, metrics)
     saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
@@ -110,7 +110,7 @@ def test_asked_all_the_time(text):
         asked = sum(1 << (number - 1) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
         check("OpenBLAS" in said or [int(mask, 16) & asked for mask in masks].count(0) == 1, masks)
     run.send_signal(signal.SIGTERM)
-    check(run.wait(120) == 128 + signal.SIGTERM, run.returncode)
+    check(run.wait(PATIENCE) == 128 + signal.SIGTERM, run.returncode)
 
 
 def test_terminal_that_ends(text):
@@ -133,7 +133,7 @@ def test_terminal_that_ends(text):
             wait_for("more steps", lambda: run.poll() is not None or rows() > before + 20)
             check(run.poll() is None, run.returncode)
             run.send_signal(signal.SIGTERM)
-        check(run.wait(120) == 128 + (signal.SIGTERM if goes_on else number), name, run.returncode)
+        check(run.wait(PATIENCE) == 128 + (signal.SIGTERM if goes_on else number), name, run.returncode)
         metrics = json.loads((out / "metrics.json").read_text())
         check(metrics["verdict"].startswith("stopped by SIG"), name, metrics)
         saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
@@ -144,7 +144,7 @@ def test_halt_from_outside(text):
     out, run = runs.start("outside", "--data", text, "--steps", 1000000)
     wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
     (out / ".HALT").write_text("somebody wants it to end\n")
-    check(run.wait(120) == 143, run.returncode)
+    check(run.wait(PATIENCE) == 143, run.returncode)
     check((out / "checkpoints/latest/state.json").exists() and not (out / ".anomaly_type").exists(), "saved")
 
 
@@ -161,7 +161,7 @@ def test_slow():
         if i % 2:
             time.sleep(6)
     run.stdin.close()
-    code = run.wait(120)
+    code = run.wait(PATIENCE)
     check(code == 0, code, (runs.root / "slow.log").read_text())
     check(not (out / ".HALT").exists() and not (out / ".anomaly_type").exists(), "a slow run was halted")
 
@@ -173,7 +173,7 @@ def test_closed_output(text):
     out = runs.root / "closed"
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", runs.program, *SMALL, "--out-dir", str(out), "--data",
                str(text), "--steps", "5"]
-    code = subprocess.run(command, timeout=120).returncode
+    code = subprocess.run(command, timeout=PATIENCE).returncode
     check(code == 0, code)
     rows = (out / "training.csv").read_text().splitlines()
     check([row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5"], rows)
@@ -186,7 +186,7 @@ def test_stalled_reader(text):
     command = [runs.program, *SMALL, "--out-dir", str(runs.root / "unread"), "--data", str(text), "--steps", "300"]
     run = subprocess.Popen(command, stdout=writer, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     os.close(writer)
-    check(run.wait(120) == 0, run.returncode)
+    check(run.wait(PATIENCE) == 0, run.returncode)
     check((runs.root / "unread/training.csv").read_text().count("\n") == 301, "rows")
     printed = os.read(reader, 1 << 16)
     os.close(reader)
@@ -206,7 +206,7 @@ def test_late_reader(text):
     wait_for("steps", lambda: rows.exists() and rows.read_text().count("\n") > 200)
     with os.fdopen(reader, "rb") as printed:
         steps = [line for line in printed.read().splitlines() if line.startswith(b"step ")]
-    check(run.wait(120) == 0 and len(steps) >= 300, run.returncode, len(steps))
+    check(run.wait(PATIENCE) == 0 and len(steps) >= 300, run.returncode, len(steps))
 
 
 def test_two_in_one_folder(text):
@@ -217,7 +217,7 @@ def test_two_in_one_folder(text):
         check("another run is in this folder" in said or "no checkpoint" in said or "earlier run" in said, said)
     check(f"(process {run.pid})" in runs.train("shared", "--data", text, "--steps", 5, code=2)[2], "its process")
     run.send_signal(signal.SIGTERM)
-    check(run.wait(120) == 143, run.returncode)
+    check(run.wait(PATIENCE) == 143, run.returncode)
 
 
 def test_renamed(text):
@@ -226,7 +226,7 @@ def test_renamed(text):
     wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
     out.rename(runs.root / "after")
     run.send_signal(signal.SIGTERM)
-    check(run.wait(120) == 143, run.returncode)
+    check(run.wait(PATIENCE) == 143, run.returncode)
     said = (runs.root / "before.log").read_text()
     words = f"warning: {out}/training.csv: renamed or removed while the run goes on"
     check(said.count(words) == 1 and (out / "checkpoints" / "latest").exists(), said[-2000:])
@@ -235,12 +235,17 @@ def test_renamed(text):
 def test_told_to_end_in_a_sample(text):
     """The rest of a long text is not written: it ends after a step, as ever."""
     out, run = runs.start("sampling", "--data", text, "--steps", 1000000, "--sample", 1000000)
-    beats = out / "heartbeat_rank0.jsonl"
+    beats, stack = out / "heartbeat_rank0.jsonl", out / "stack_rank0.txt"
     wait_for("the run", lambda: beats.exists() and '"boot"' in beats.read_text())
-    time.sleep(0.5)
+
+    def samples():
+        run.send_signal(signal.SIGUSR1)
+        return stack.exists() and " phase sample " in stack.read_text()
+
+    wait_for("the sample", samples)
     run.send_signal(signal.SIGTERM)
     try:
-        check(run.wait(60) == 143, run.returncode)
+        check(run.wait(PATIENCE) == 143, run.returncode)
     finally:
         run.kill()
     check("---- sample before training ----" in (runs.root / "sampling.log").read_text(), "the text so far")
@@ -260,7 +265,7 @@ def test_stopped_while_waiting():
     for i in range(40):
         run.stdin.write(b"words " * 20 + b"\n")
     run.stdin.close()
-    check(run.wait(120) == 0, run.returncode, (runs.root / "stopped.log").read_text())
+    check(run.wait(PATIENCE) == 0, run.returncode, (runs.root / "stopped.log").read_text())
 
 
 corpus = runs.text()

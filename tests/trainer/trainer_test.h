@@ -14,13 +14,15 @@
 static char test_root[512];   /* the folder, removed by test_end */
 static char test_said[65536]; /* all lines that went to test_notes() */
 
-/* "test_root/name"; a few at a time. */
+/* "test_root/name", which stays. */
 static inline const char *test_path(const char *name) {
-    static char paths[8][1024];
-    static int next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", test_root, name);
-    return path;
+    static char *paths[4096];
+    char path[1024];
+    int i = 0;
+    snprintf(path, sizeof path, "%s/%s", test_root, name);
+    while (paths[i] && strcmp(paths[i], path)) i++;
+    if (!paths[i]) paths[i] = strdup(path);
+    return paths[i];
 }
 
 static inline void test_begin(void) {

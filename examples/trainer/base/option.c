@@ -536,9 +536,12 @@ static void note_twice(const option_command *c, char **argv, int at, const optio
     for (int i = 1; i < at; i++) {
         size_t length = strcspn(argv[i], "=");
         if (find_flag(c, argv[i], length) != o && find_negated(c, argv[i], length) != o) continue;
+        bool apart = !argv[i][length] && !is_switch(o) && strncmp(argv[i + 1], "--", 2);
         listener_say(c->hears,
-                     "warning: %.*s: given twice, first as %.200s; the last one counts, %.200s",
-                     (int)strcspn(argv[at], "="), argv[at], argv[i], value[0] ? value : "\"\"");
+                     "warning: %.*s: given twice, first as %.200s%s%.200s; the last one counts, "
+                     "%.200s",
+                     (int)strcspn(argv[at], "="), argv[at], argv[i], apart ? " " : "",
+                     apart ? argv[i + 1] : "", value[0] ? value : "\"\"");
         return;
     }
 }

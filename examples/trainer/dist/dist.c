@@ -9,9 +9,9 @@
 #include "base/clock.h"
 #include "base/signals.h"
 
-/* What a process may share at once; a wait looks often for a while, then sleeps between looks; its
-   end until the settings are known; time for rank 0 to write how the run ended. */
-enum { SHARE_BYTES = 1024, LOOKS = 2000, NAP_NS = 50000, TIMEOUT_S = 120, PARTING_S = 3 };
+/* What a process may share at once; a long wait sleeps between looks; its end until the settings
+   are known; time for rank 0 to write how the run ended. */
+enum { SHARE_BYTES = 1024, NAP_NS = 50000, TIMEOUT_S = 120, PARTING_S = 3 };
 
 /* Blocks are a multiple of this many elements, so that each begins on a line of cache. */
 enum { ALIGN = 16 };
@@ -258,20 +258,24 @@ static uint32_t place(void) {
 }
 
 /* While this process's own device goes on, nobody keeps it waiting. Nor does time count in which
-   the process itself stood still: a machine that slept, all processes stopped at once. */
+   the process itself stood still: a machine that slept, all processes stopped at once. It looks
+   without a pause for a time, not so and so often: a look may give the processor to others (Open
+   MPI's mpi_yield_when_idle), and take as long as they like. */
 static bool wait_for(dist *d, int lane, fault *f) {
-    static const double longest_nap = 0.1; /* a look later than that was held up itself */
+    static const double awake = 1e-3, longest_nap = 0.1; /* a look later was held up itself */
     struct timespec nap = {0, NAP_NS};
-    double waited = 0, last = clock_seconds();
+    const double begin = clock_seconds();
+    double waited = 0, last = begin;
     uint32_t before = place();
-    bool done = false;
+    bool done = false, is_long = false;
     if (dist_ended(d, f)) return false;
-    for (int64_t looks = 0;; looks++) {
+    for (;;) {
         if (!look(d, lane, &done)) return !dist_ended(d, f);
         if (done) return true;
-        if (looks == LOOKS && d->o && lane != LINK_STEP) d->o->mark(d->o, PHASE_COMM, -1);
-        if (looks < LOOKS) continue;
         double now = clock_seconds();
+        if (now - begin < awake) continue;
+        if (!is_long && d->o && lane != LINK_STEP) d->o->mark(d->o, PHASE_COMM, -1);
+        is_long = true;
         waited += fmin(now - last, longest_nap);
         last = now;
         if (before != place()) waited = 0, before = place();
