@@ -230,9 +230,7 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
                                           cudaStream_t stream) {
     nsa_status s = nsa__cuda_check_length(from, from_sequence, length);
     if (s != NSA_OK) return s;
-    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (to_sequence < 0 || to_sequence >= to->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    NSA__CHECK(nsa__cuda_check_length(to, to_sequence, 0));
     if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     if (to->lengths + to_sequence != from->lengths + from_sequence)

@@ -98,9 +98,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
     nsa__cache_part source[NSA__PARTS], into[NSA__PARTS];
     nsa_cache copy;
     NSA__CHECK(nsa__check_length(from, from_sequence, length));
-    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (to_sequence < 0 || to_sequence >= to->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    NSA__CHECK(nsa__check_length(to, to_sequence, 0));
     if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     copy = *from;
