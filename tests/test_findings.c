@@ -448,7 +448,7 @@ static void test_scores_beyond_float(void) {
     for (int t = 79; t < 82; t++)
         CHECK(isfinite((double)sums[t]) == (t != 80 || sizeof(nsa_real) == 8),
               "lse of query %d: %g", t, (double)sums[t]);
-    /* All scores of a query are -inf (no double is): as if it saw no key, among others and alone. */
+    /* All scores of a query are -inf (no double is): as if it saw no key, among others or alone. */
     d.window = 1;
     for (int c = 0; c < D; c++) rows[1][80 * D + c] = -1e30f, rows[2][80 * D + c] = 1;
     for (d.first = 0; d.first <= 80; d.first += 80) {
