@@ -766,19 +766,20 @@ NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, 
 /* Every field that a status can name, by the struct that has it. The fields of a compress stand
    three times, in the same order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id
    of such a field. */
-#define NSA__FIELDS(X)                                                                           \
-    X(arguments), X(desc), X(workspace), X(batch), X(tokens), X(heads), X(kv_heads),             \
-        X(gate_heads), X(gate_stride), X(dim_v), X(first), X(count), X(begins), X(firsts),       \
-        X(pages), X(table_width), X(page_tokens), X(page_count), X(cmp_block), X(cmp_stride),    \
-        X(slc_block), X(slc_count), X(slc_init), X(slc_local), X(window), X(scale), X(forced),   \
-        X(score_map), X(window_rule), X(gate), X(mask), X(list_heads), X(rows), X(threads),      \
-        X(isa), X(products), X(indptr), X(indices), X(weights), X(cmp_begins), X(positions),     \
-        X(base), X(pairs), X(scaling), X(factor), X(trained_context), X(fast), X(context),       \
-        X(magnitude), X(mscale), X(short_factors), X(long_factors), X(frequencies), X(cache),    \
-        X(counts), X(length), X(sequence), X(max_rewind), X(query), X(scores), X(p_cmp), X(act), \
-        X(pool), X(stride), X(q), X(k), X(v), X(lse), X(blocks), X(logits), X(cmp), X(slc),      \
-        X(win), X(k_slc), X(v_slc), X(k_win), X(v_win), X(gates), X(out_cmp), X(out_slc),        \
-        X(out_win), X(out_a), X(out_b), X(lse_cmp), X(lse_slc), X(lse_win), X(lse_a), X(lse_b)
+#define NSA__FIELDS(X)                                                                            \
+    X(arguments), X(desc), X(workspace), X(batch), X(tokens), X(heads), X(kv_heads),              \
+        X(gate_heads), X(gate_stride), X(dim_v), X(first), X(count), X(begins), X(firsts),        \
+        X(pages), X(table_width), X(page_tokens), X(page_count), X(cmp_block), X(cmp_stride),     \
+        X(slc_block), X(slc_count), X(slc_init), X(slc_local), X(window), X(scale), X(forced),    \
+        X(score_map), X(window_rule), X(gate), X(mask), X(list_heads), X(rows), X(threads),       \
+        X(isa), X(products), X(indptr), X(indices), X(weights), X(cmp_begins), X(positions),      \
+        X(base), X(pairs), X(scaling), X(factor), X(trained_context), X(fast), X(context),        \
+        X(magnitude), X(mscale), X(short_factors), X(long_factors), X(frequencies), X(cache),     \
+        X(counts), X(length), X(sequence), X(max_rewind), X(query), X(scores), X(p_cmp), X(act),  \
+        X(pool), X(stride), X(width), X(list), X(dtype), X(memory), X(q), X(k), X(v), X(lse),     \
+        X(blocks), X(logits), X(cmp), X(slc), X(win), X(k_slc), X(v_slc), X(k_win), X(v_win),     \
+        X(gates), X(out_cmp), X(out_slc), X(out_win), X(out_a), X(out_b), X(lse_cmp), X(lse_slc), \
+        X(lse_win), X(lse_a), X(lse_b)
 #define NSA__COMPRESS_FIELDS(X) \
     X(phi), X(dim), X(hidden), X(x), X(out), X(pos), X(w1), X(b1), X(w2), X(b2)
 
@@ -2616,7 +2617,7 @@ NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, 
     if (batch < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_batch);
     if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
     if (heads < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
-    if (width < 1 || width > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if (width < 1 || width > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_width);
     NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, NSA__AT_x));
     NSA__CHECK(nsa__check_view(out, shape, dtypes, 1, NSA__AT_out));
     for (int b = 0; b < batch; b++)
@@ -7310,8 +7311,7 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     nsa_desc own;
     d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa__check_geometry(d));
-    if (!scores || !list)
-        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (!scores || !list) return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_list : NSA__AT_scores);
     if (query < 0 || (query >= d->tokens && d->mask == NSA_MASK_CAUSAL))
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
     nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,
@@ -11146,7 +11146,7 @@ static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_r
     NSA__CHECK(nsa__check_geometry(&room));
     NSA__CHECK(nsa__check_decodes(d));
     if ((unsigned)dtype > NSA_F8 || !(((unsigned)NSA__TENSORS | NSA__SCALED) >> dtype & 1))
-        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_dtype);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
 }
 
@@ -11183,11 +11183,10 @@ NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype
     NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (!memory || bytes < nsa__cache_bytes(d, dtype, max_rewind))
-        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_memory);
     nsa__arena a = nsa__arena_at(memory);
     cache->desc = *d;
-    cache->desc.first = 0;
-    cache->desc.count = 0;
+    cache->desc.first = cache->desc.count = 0;
     cache->desc.begins = NULL;
     cache->max_rewind = max_rewind;
     nsa__cache_lay_out(cache, dtype, &a);
@@ -11223,9 +11222,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
     nsa__cache_part source[NSA__PARTS], into[NSA__PARTS];
     nsa_cache copy;
     NSA__CHECK(nsa__check_length(from, from_sequence, length));
-    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (to_sequence < 0 || to_sequence >= to->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    NSA__CHECK(nsa__check_length(to, to_sequence, 0));
     if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     copy = *from;

@@ -345,8 +345,8 @@ static void test_refusals(nsa_dtype dtype) {
     refused(nsa_convert_rows(&k, &k8, -1, 1, 1, 1), NSA_ERROR_SIZE, "batch");
     refused(nsa_convert_rows(&k, &k8, 1, -1, 1, 1), NSA_ERROR_SIZE, "tokens");
     refused(nsa_convert_rows(&k, &k8, 1, 1, -1, 1), NSA_ERROR_SIZE, "heads");
-    refused(nsa_convert_rows(&k, &k8, 1, 1, 1, 0), NSA_ERROR_SIZE, "dim");
-    refused(nsa_convert_rows(&k, &k8, 1, 1, 1, 577), NSA_ERROR_SIZE, "dim");
+    refused(nsa_convert_rows(&k, &k8, 1, 1, 1, 0), NSA_ERROR_SIZE, "width");
+    refused(nsa_convert_rows(&k, &k8, 1, 1, 1, 577), NSA_ERROR_SIZE, "width");
     CHECK(nsa_convert_rows(&k, &k8, 0, 1, 1, 576) == NSA_OK, "no rows");
     nsa_tensor one = k;
     one.token = 0;
@@ -357,7 +357,7 @@ static void test_refusals(nsa_dtype dtype) {
     phi.phi = NSA_PHI_CONV, phi.dim = 16, phi.x = phi.w1 = phi.out = k8;
     refused(nsa_compress_forward(&phi, &d, workspace, sizeof workspace), NSA_ERROR_DTYPE, "w1");
     nsa_cache cache;
-    refused(nsa_cache_init(&cache, &d, NSA_I32, 1, room, ROOM), NSA_ERROR_DTYPE, "cache");
+    refused(nsa_cache_init(&cache, &d, NSA_I32, 1, room, ROOM), NSA_ERROR_DTYPE, "dtype");
 }
 
 int main(void) {

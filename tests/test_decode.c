@@ -536,7 +536,7 @@ static void test_refused_caches(world *w) {
         const char *where;
     } calls[] = {
         {nsa_cache_init(NULL, &d, w->g->dtype, r, NULL, 0), NSA_ERROR_NULL, "cache"},
-        {nsa_cache_init(&none, &d, w->g->dtype, r, NULL, 0), NSA_ERROR_WORKSPACE, "cache"},
+        {nsa_cache_init(&none, &d, w->g->dtype, r, NULL, 0), NSA_ERROR_WORKSPACE, "memory"},
         {nsa_cache_init(&none, &d, w->g->dtype, -1, NULL, 0), NSA_ERROR_SIZE, "max_rewind"},
         {nsa_cache_rewind(NULL, 0, 0), NSA_ERROR_NULL, "cache"},
         {nsa_cache_rewind(c, -1, 0), NSA_ERROR_RANGE, "sequence"},

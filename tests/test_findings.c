@@ -446,7 +446,20 @@ static void test_scores_beyond_float(void) {
     }
     CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "forward");
     for (int t = 79; t < 82; t++)
-        CHECK(isfinite((double)sums[t]) == (t != 80), "lse of query %d: %g", t, (double)sums[t]);
+        CHECK(isfinite((double)sums[t]) == (t != 80 || sizeof(nsa_real) == 8),
+              "lse of query %d: %g", t, (double)sums[t]);
+    /* All scores of a query are -inf (no double is): as if it saw no key, among others or alone. */
+    d.window = 1;
+    for (int c = 0; c < D; c++) rows[1][80 * D + c] = -1e30f, rows[2][80 * D + c] = 1;
+    for (d.first = 0; d.first <= 80; d.first += 80) {
+        d.count = d.first ? 1 : MANY;
+        sums[80 - d.first] = rows[3][(80 - d.first) * D] = 7;
+        x.q.data = &rows[0][d.first * D];
+        CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "forward");
+        const double sum = (double)sums[80 - d.first], first = rows[3][(80 - d.first) * D];
+        const int none = sum < 0 && isinf(sum) && first == 0;
+        CHECK(sizeof(nsa_real) == 8 ? first == 1 : none, "lse %g, out %g", sum, first);
+    }
 }
 
 /* ---- A descriptor's sizes that a function has no use for ---- */

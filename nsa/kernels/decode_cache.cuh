@@ -60,7 +60,7 @@ static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int 
     const nsa_status s = nsa__cuda_check_desc(&room);
     if (s != NSA_OK) return s;
     NSA__CHECK(nsa__check_decodes(d));
-    if (!nsa__cuda_one_dtype(dtype)) return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+    if (!nsa__cuda_one_dtype(dtype)) return nsa__error(NSA_ERROR_DTYPE, NSA__AT_dtype);
     if (max_rewind < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind);
     const int64_t rows = static_cast<int64_t>(d->batch) * d->kv_heads;
     return nsa__fits(rows, d->tokens, d->dim > d->dim_v ? d->dim : d->dim_v, 64)
@@ -85,7 +85,7 @@ extern "C" nsa_status nsa_cuda_cache_init(nsa_cache *cache, const nsa_desc *d, n
     if (s != NSA_OK) return s;
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (!memory || bytes < nsa_cuda_cache_size(d, dtype, max_rewind))
-        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_memory);
     nsa__arena a = nsa__cuda_arena_at(memory);
     cache->desc = *d;
     cache->desc.first = cache->desc.count = 0;
@@ -230,9 +230,7 @@ extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const 
                                           cudaStream_t stream) {
     nsa_status s = nsa__cuda_check_length(from, from_sequence, length);
     if (s != NSA_OK) return s;
-    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (to_sequence < 0 || to_sequence >= to->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    NSA__CHECK(nsa__cuda_check_length(to, to_sequence, 0));
     if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     if (to->lengths + to_sequence != from->lengths + from_sequence)

@@ -136,8 +136,7 @@ extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const
     d = nsa__rank_desc(d, &own);
     const nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
-    if (!scores || !list)
-        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (!scores || !list) return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_list : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_blocks_kernel, dim3(1),
                                        dim3(NSA__RANK_THREADS), 0, stream, *d, scores, query, list,

@@ -354,7 +354,7 @@ NSA_API nsa_status nsa_convert_rows(const nsa_tensor *x, const nsa_tensor *out, 
     if (batch < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_batch);
     if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
     if (heads < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
-    if (width < 1 || width > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if (width < 1 || width > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_width);
     NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, NSA__AT_x));
     NSA__CHECK(nsa__check_view(out, shape, dtypes, 1, NSA__AT_out));
     for (int b = 0; b < batch; b++)

@@ -22,7 +22,7 @@ static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_r
     NSA__CHECK(nsa__check_geometry(&room));
     NSA__CHECK(nsa__check_decodes(d));
     if ((unsigned)dtype > NSA_F8 || !(((unsigned)NSA__TENSORS | NSA__SCALED) >> dtype & 1))
-        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_dtype);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
 }
 
@@ -59,11 +59,10 @@ NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype
     NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (!memory || bytes < nsa__cache_bytes(d, dtype, max_rewind))
-        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_memory);
     nsa__arena a = nsa__arena_at(memory);
     cache->desc = *d;
-    cache->desc.first = 0;
-    cache->desc.count = 0;
+    cache->desc.first = cache->desc.count = 0;
     cache->desc.begins = NULL;
     cache->max_rewind = max_rewind;
     nsa__cache_lay_out(cache, dtype, &a);
@@ -99,9 +98,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
     nsa__cache_part source[NSA__PARTS], into[NSA__PARTS];
     nsa_cache copy;
     NSA__CHECK(nsa__check_length(from, from_sequence, length));
-    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (to_sequence < 0 || to_sequence >= to->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    NSA__CHECK(nsa__check_length(to, to_sequence, 0));
     if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     copy = *from;

@@ -91,8 +91,7 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     nsa_desc own;
     d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa__check_geometry(d));
-    if (!scores || !list)
-        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (!scores || !list) return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_list : NSA__AT_scores);
     if (query < 0 || (query >= d->tokens && d->mask == NSA_MASK_CAUSAL))
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
     nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,

@@ -15,19 +15,20 @@
 /* Every field that a status can name, by the struct that has it. The fields of a compress stand
    three times, in the same order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id
    of such a field. */
-#define NSA__FIELDS(X)                                                                           \
-    X(arguments), X(desc), X(workspace), X(batch), X(tokens), X(heads), X(kv_heads),             \
-        X(gate_heads), X(gate_stride), X(dim_v), X(first), X(count), X(begins), X(firsts),       \
-        X(pages), X(table_width), X(page_tokens), X(page_count), X(cmp_block), X(cmp_stride),    \
-        X(slc_block), X(slc_count), X(slc_init), X(slc_local), X(window), X(scale), X(forced),   \
-        X(score_map), X(window_rule), X(gate), X(mask), X(list_heads), X(rows), X(threads),      \
-        X(isa), X(products), X(indptr), X(indices), X(weights), X(cmp_begins), X(positions),     \
-        X(base), X(pairs), X(scaling), X(factor), X(trained_context), X(fast), X(context),       \
-        X(magnitude), X(mscale), X(short_factors), X(long_factors), X(frequencies), X(cache),    \
-        X(counts), X(length), X(sequence), X(max_rewind), X(query), X(scores), X(p_cmp), X(act), \
-        X(pool), X(stride), X(q), X(k), X(v), X(lse), X(blocks), X(logits), X(cmp), X(slc),      \
-        X(win), X(k_slc), X(v_slc), X(k_win), X(v_win), X(gates), X(out_cmp), X(out_slc),        \
-        X(out_win), X(out_a), X(out_b), X(lse_cmp), X(lse_slc), X(lse_win), X(lse_a), X(lse_b)
+#define NSA__FIELDS(X)                                                                            \
+    X(arguments), X(desc), X(workspace), X(batch), X(tokens), X(heads), X(kv_heads),              \
+        X(gate_heads), X(gate_stride), X(dim_v), X(first), X(count), X(begins), X(firsts),        \
+        X(pages), X(table_width), X(page_tokens), X(page_count), X(cmp_block), X(cmp_stride),     \
+        X(slc_block), X(slc_count), X(slc_init), X(slc_local), X(window), X(scale), X(forced),    \
+        X(score_map), X(window_rule), X(gate), X(mask), X(list_heads), X(rows), X(threads),       \
+        X(isa), X(products), X(indptr), X(indices), X(weights), X(cmp_begins), X(positions),      \
+        X(base), X(pairs), X(scaling), X(factor), X(trained_context), X(fast), X(context),        \
+        X(magnitude), X(mscale), X(short_factors), X(long_factors), X(frequencies), X(cache),     \
+        X(counts), X(length), X(sequence), X(max_rewind), X(query), X(scores), X(p_cmp), X(act),  \
+        X(pool), X(stride), X(width), X(list), X(dtype), X(memory), X(q), X(k), X(v), X(lse),     \
+        X(blocks), X(logits), X(cmp), X(slc), X(win), X(k_slc), X(v_slc), X(k_win), X(v_win),     \
+        X(gates), X(out_cmp), X(out_slc), X(out_win), X(out_a), X(out_b), X(lse_cmp), X(lse_slc), \
+        X(lse_win), X(lse_a), X(lse_b)
 #define NSA__COMPRESS_FIELDS(X) \
     X(phi), X(dim), X(hidden), X(x), X(out), X(pos), X(w1), X(b1), X(w2), X(b2)
 
