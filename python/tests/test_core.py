@@ -355,6 +355,18 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "frequencies: int is no array"):
             nsa.Rope(heads=1, dim=16, frequencies=64)
 
+    def test_a_dtype_that_no_field_has(self):
+        """The message has the dtypes of this field, not those of all."""
+        p = Problem()
+        for name, x in ("begins", np.zeros(2, np.int64)), ("pages", np.zeros((1, 2), np.uint32)):
+            with self.assertRaisesRegex(nsa.Refused, f"^{name}: the dtype {x.dtype}, must be int32$"):
+                nsa.desc(1, 8, 2, 1, 16, **{name: x})
+        for name, dtypes in ("q", "float32, bfloat16, float16 or float64"), ("blocks", "int32"), ("lse", "float32, or float64 .*"):
+            with self.assertRaisesRegex(nsa.Refused, f"^{name}: the dtype int64, must be {dtypes}$"):
+                p.attend(**{name: np.zeros((p.B, p.T, p.H, 1)[:3 + (name != "lse")], np.int64)})
+        with self.assertRaisesRegex(nsa.Refused, "^frequencies: the dtype int64, must be float64$"):
+            nsa.Rope(heads=1, dim=4, frequencies=np.ones(2, np.int64))
+
 
 class Strangers(unittest.TestCase):
     """What people bring, and what the C library cannot see: memory, owners, processes, numbers of Python."""

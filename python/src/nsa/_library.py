@@ -19,7 +19,7 @@ from . import _abi
 from ._abi import Desc, Error
 from ._refused import Refused, refused
 from ._struct import GATES, Array, Struct, check_int, check_kind
-from ._views import F64, I32, NAMES, Described, describe
+from ._views import F64, I32, NAMES, REALS, Described, allowed, describe
 
 _PHIS = {int(member): member.name.lower() for member in _abi.Phi}
 FOLDER = pathlib.Path(__file__).resolve().parent
@@ -143,20 +143,10 @@ def _field(structs: Sequence[Struct], where: str) -> tuple[Any, Any]:
     return None, None
 
 
-#: Of which dtype a field is, where it is not of those of rows.
-_REALS = "float32, or float64 beside rows of float64"
-_DTYPES = {"blocks": "int32", "positions": "int32", **dict.fromkeys(
-    ("lse", "lse_a", "lse_b", "lse_cmp", "lse_slc", "lse_win", "scores"), _REALS)}
-
-
-def _dtypes(field: str) -> str:
-    return _DTYPES.get(field.rpartition(".")[2], "float32, bfloat16, float16 or float64")
-
-
 def check_dtype(field: str, name: str) -> None:
     """What the header looks at, for who can say it before the call."""
-    if name not in _dtypes(field).replace(",", " ").split():
-        raise refused("DTYPE", field, f"{name}, must be {_dtypes(field)}")
+    if name not in allowed(field).replace(",", " ").split():
+        raise refused("DTYPE", field, f"{name}, must be {allowed(field)}")
 
 
 def _of_sequences(desc: Desc, kind: str, where: str) -> str | None:
@@ -198,8 +188,8 @@ def refusal(library: Any, status: int, *structs: Struct, on_host: bool = True) -
         text = found
     elif kind == Error.DTYPE:
         text = (f"{_dtype_name(value)}, " if is_view else "") + "must be " + (
-            "float64, because other arrays of this call are" if _dtypes(where) == _REALS and library.real is ctypes.c_double
-            else _dtypes(where))
+            "float64, because other arrays of this call are" if allowed(where) == REALS and library.real is ctypes.c_double
+            else allowed(where))
     elif kind == Error.NULL and owner is not None and (value is None or isinstance(value, _abi.Tensor) and not value.data):
         text = "not given, must be an array"
     elif rule is not None:
