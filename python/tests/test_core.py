@@ -355,6 +355,14 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "frequencies: int is no array"):
             nsa.Rope(heads=1, dim=16, frequencies=64)
 
+    def test_true_is_no_number(self):
+        for yes in True, np.True_, np.array(True):
+            for name in "batch", "window", "gate":
+                with self.assertRaisesRegex(TypeError, f"{name}: .*True.*, must be an integer"):
+                    nsa.desc(**{**dict(batch=1, tokens=8, heads=2, kv_heads=1, dim=16), name: yes})
+        with self.assertRaisesRegex(TypeError, "begins: False, must be an integer"):
+            nsa.desc(1, 8, 2, 1, 16, begins=[False, True])
+
     def test_a_dtype_that_no_field_has(self):
         """The message has the dtypes of this field, not those of all."""
         p = Problem()
