@@ -1005,6 +1005,24 @@ class Whole(unittest.TestCase):
                 cache.rewind(1, first + 1)
             self.assertEqual(caught.exception.kind, nsa.Error.REWIND)
 
+    def test_a_fork_that_does_not_fit_says_what_differs(self):
+        def cache(dtype="f32", max_rewind=3, **fields):
+            return nsa.Cache(nsa.desc(**{**dict(batch=1, tokens=96, heads=4, kv_heads=2, dim=16, window=24), **fields}), dtype,
+                             max_rewind)
+
+        for words, other in (("max_rewind 3, and this cache of 4", cache(max_rewind=4)), ("dtype f32, .* of bf16", cache("bf16")),
+                             ("window 24, .* of 16", cache(window=16)), ("cmp_stride 16, .* of 32", cache(cmp_stride=32)),
+                             ("kv_heads 2, .* of 4", cache(kv_heads=4)), ("tokens 96, .* of 8", cache(tokens=8))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, f"^source: of {words}: must be the same$") as caught:
+                other.fork(0, cache(), 0, 0)
+            self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.CACHE, "source"))
+        p = Problem()
+        long, short = nsa.Cache(p.desc, max_rewind=3), copy.copy(p.desc)
+        short.tokens = short.count = 3
+        long.decode(whole(p, *(x[:, :4].copy() for x in (p.q, p.k, p.v)), rows(p.B, 4, p.H, 3))[0], 4)
+        with self.assertRaisesRegex(nsa.Refused, "^length: 4, and this cache has room for 3$"):
+            nsa.Cache(short, max_rewind=3).fork(0, long, 0, 4)
+
     def test_caches_of_8_bits(self):
         p = Problem()
         gates = rows(p.B, p.T, p.H, 3)
