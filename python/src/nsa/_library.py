@@ -42,6 +42,17 @@ class _Function:
         return self._function(*arguments)
 
 
+def layout() -> dict[str, tuple[int, int]]:
+    """(size, offset) of each field of _abi.py's structs, (size, -1) of each struct, (value, -2) of each enum's member."""
+    here = {member: (value, -2) for member, value in _abi.MEMBERS.items()}
+    for struct, kind in _abi.STRUCTS.items():
+        here[struct] = (ctypes.sizeof(kind), -1)
+        for field in kind.kinds():
+            at = getattr(kind, field)
+            here[f"{struct}.{field}"] = (at.size, at.offset)
+    return here
+
+
 class Library:
     """A shared library of nsa.h, its functions as attributes."""
 
@@ -71,12 +82,7 @@ class Library:
         while entry(i, ctypes.byref(name), ctypes.byref(size), ctypes.byref(offset)):
             there[(name.value or b"").decode()] = (size.value, offset.value)
             i += 1
-        here = {member: (value, -2) for member, value in _abi.MEMBERS.items()}
-        for struct, kind in _abi.STRUCTS.items():
-            here[struct] = (ctypes.sizeof(kind), -1)
-            for field in kind.kinds():
-                at = getattr(kind, field)
-                here[f"{struct}.{field}"] = (at.size, at.offset)
+        here = layout()
         if here != there:
             differ = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
             raise ImportError(f"{self.path} and nsa/_abi.py were built from different headers; they differ in "
