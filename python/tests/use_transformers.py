@@ -329,6 +329,20 @@ class Uses(unittest.TestCase):
                           {"head_mask": None, "output_attentions": False}):
                 self.same(self.model(self.prompt, **given).logits, want, 0)
 
+    def test_a_config_edited_afterwards(self):
+        """Of a model that is made; what is read at every call takes effect."""
+        want = self.model(self.prompt).logits
+        self.model.config.slc_count, self.model.config.window = 3, 5
+        self.assertGreater(float((self.model(self.prompt).logits - want).detach().abs().max()), 1e-4)
+        for name, value in ("attention", "full"), ("cmp_stride", 1), ("rms_norm_eps", 0.1):
+            model = self.open()
+            setattr(model.config, name, value)
+            with self.assertRaisesRegex(ValueError, f"^config.{name}: {value!r}, .* from_pretrained"):
+                model(self.prompt)
+        self.model.config.rope["factor"] = 4.0
+        with self.assertRaisesRegex(ValueError, "^config.rope: .* from_pretrained"):
+            self.generate()
+
     def test_not_causal_is_refused(self):
         """is_causal False asks for other results; False is no absence there."""
         with self.assertRaisesRegex(ValueError, "is_causal"):
