@@ -383,9 +383,13 @@ def written_of(views: Views, words: tuple[str, ...]) -> list[tuple[str, Describe
 
 
 def check_writable(written: Sequence[tuple[str, Described]]) -> None:
+    torch: Any = sys.modules.get("torch")
     for path, array in written:
         if array.readonly:
             raise refused("NULL", path, "is read-only, and would be written")
+        if getattr(array.source, "requires_grad", False) and torch is not None and torch.is_grad_enabled():
+            raise refused("OPTION", path, "a tensor that asks for a gradient, and what is written into it records none: must be "
+                                          "x.detach(), or the call under torch.no_grad(); nsa.torch has gradients")
 
 
 def was_written(written: Sequence[tuple[str, Described]]) -> None:
