@@ -30,6 +30,7 @@ BRANCHES = ("cmp", "slc", "win")
 # What an output calls its cache: transformers 5.24 renamed past_key_values.
 CACHE = "cache" if "cache" in getattr(CausalLMOutputWithPast, "__dataclass_fields__", ()) else "past_key_values"
 CHUNK = 512  # queries at a time
+ROPE = {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0, "trained_context": 0}
 # Settings that are read when the model is made, and others of the same parts at every call.
 MADE_OF = ("mlp", "rms_norm_eps", "attention", "shared_kv", "qk_norm", "cmp_block", "cmp_stride", "phi", "gate_form", "rope")
 is_compiling = torch.compiler.is_compiling if hasattr(torch, "compiler") else lambda: False
@@ -78,14 +79,15 @@ class NSAConfig(PretrainedConfig):
         self.gate = gate
         self.gate_form = gate_form
         self.use_cache = use_cache
-        self.rope = {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0, "trained_context": 0,
-                     **(rope or {})}
+        self.rope = {**ROPE, **(rope or {})}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def check(self):
         """What the model would read in another way than it is meant, or not at all."""
         kinds = [self.attention] if isinstance(self.attention, str) else list(self.attention)
         rope = self.rope
+        if not ROPE.keys() <= rope.keys():  # from_pretrained(rope=...) replaces the checkpoint's
+            raise ValueError(f"rope: {rope}, must have all of {', '.join(ROPE)}, for nothing of the checkpoint's stays")
         for name, values, known in (
                 ("mlp", [self.mlp], ("silu", "swiglu")), ("phi", [self.phi], ("mean", "conv", "mlp")),
                 ("gate", [self.gate], ("sigmoid", "softmax")), ("gate_form", [self.gate_form], ("mlp", "linear")),

@@ -341,6 +341,10 @@ class Uses(unittest.TestCase):
         self.model.config.rope["factor"] = 4.0
         with self.assertRaisesRegex(ValueError, "^config.rope: .* from_pretrained"):
             self.generate()
+        with self.assertRaisesRegex(ValueError, "^rope: .*, must have all of base, pairs, scaling, factor, trained_context"):
+            self.open(rope={"scaling": "linear", "factor": 4.0})
+        rope = dict(self.open().config.rope, scaling="linear", factor=4.0)
+        self.assertGreater(float((self.open(rope=rope)(self.prompt).logits - want).detach().abs().max()), 1e-4)
 
     def test_not_causal_is_refused(self):
         """is_causal False asks for other results; False is no absence there."""
