@@ -7,6 +7,7 @@ for every query and key of a chunk: it is for reading, short contexts and other 
 
 Letters: B sequences, T keys, Q queries, H heads over Hk key-value heads, G = H / Hk.
 """
+import copy
 import logging
 import math
 
@@ -29,6 +30,10 @@ BRANCHES = ("cmp", "slc", "win")
 # What an output calls its cache: transformers 5.24 renamed past_key_values.
 CACHE = "cache" if "cache" in getattr(CausalLMOutputWithPast, "__dataclass_fields__", ()) else "past_key_values"
 CHUNK = 512  # queries at a time
+ROPE = {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0, "trained_context": 0}
+# Settings that are read when the model is made, and others of the same parts at every call.
+MADE_OF = ("mlp", "rms_norm_eps", "attention", "shared_kv", "qk_norm", "cmp_block", "cmp_stride", "phi", "gate_form", "rope")
+is_compiling = torch.compiler.is_compiling if hasattr(torch, "compiler") else lambda: False
 # Keys that others write or read, beside those that transformers' own class has; a token's end in _token_id.
 IDLE = ("auto_map", "model_type", "torch_dtype", "dtype", "architectures", "transformers_version", "quantization_config",
         "tie_word_embeddings", "loss_type", "tokenizer_class", "pretraining_tp", "unsloth_version")
@@ -74,14 +79,15 @@ class NSAConfig(PretrainedConfig):
         self.gate = gate
         self.gate_form = gate_form
         self.use_cache = use_cache
-        self.rope = {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0, "trained_context": 0,
-                     **(rope or {})}
+        self.rope = {**ROPE, **(rope or {})}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def check(self):
         """What the model would read in another way than it is meant, or not at all."""
         kinds = [self.attention] if isinstance(self.attention, str) else list(self.attention)
         rope = self.rope
+        if not ROPE.keys() <= rope.keys():  # from_pretrained(rope=...) replaces the checkpoint's
+            raise ValueError(f"rope: {rope}, must have all of {', '.join(ROPE)}, for nothing of the checkpoint's stays")
         for name, values, known in (
                 ("mlp", [self.mlp], ("silu", "swiglu")), ("phi", [self.phi], ("mean", "conv", "mlp")),
                 ("gate", [self.gate], ("sigmoid", "softmax")), ("gate_form", [self.gate_form], ("mlp", "linear")),
@@ -460,6 +466,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.rope = frequencies(config.rope, config.head_dim)  # PyTorch 2.4 compiles no dict of a config
+        self.made_of = copy.deepcopy({name: getattr(config, name) for name in MADE_OF})
         self.post_init()
 
     def _init_weights(self, module):
@@ -522,6 +529,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """As transformers' decoders. labels: the loss is the mean over labels, or their sum over num_items_in_batch.
         Padding in front of a sequence's tokens or behind them, by attention_mask, changes nothing of their logits."""
         refuse(output_attentions=output_attentions or self.config.output_attentions, **kwargs)
+        if not is_compiling():
+            self.check_config()
         if token_type_ids is not None and bool((token_type_ids != 0).any()):
             raise ValueError("token_type_ids: must be 0, a text has no parts")
         if (input_ids is None) == (inputs_embeds is None):
@@ -554,6 +563,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                                      **{CACHE: past})
         as_tuple = return_dict is False or (return_dict is None and getattr(self.config, "return_dict", True) is False)
         return out.to_tuple() if as_tuple else out
+
+    def check_config(self):
+        """Edited afterwards they would do nothing, or half of what they say."""
+        for name, value in self.made_of.items():
+            if getattr(self.config, name) != value:
+                raise ValueError(f"config.{name}: {getattr(self.config, name)!r}, and the model was made with {value!r}, "
+                                 f"which stays; must be given to from_pretrained({name}=...)")
 
     def recomputes(self):
         """Whether backward will compute the layers again: not within generate, which records nothing, of a model in training."""

@@ -2,7 +2,8 @@
    Twin: src/nsa/jax.py, which packs the structs. Not here: shapes, gradients; nsa.h itself, whose
    shared libraries nsa_xla_open is told.
 
-   A call's attributes: `function`, without its nsa_; `f64`; `structs`, the bytes of its structs one
+   A call's attributes: `layout`, a number for the package's version and the layout of its structs, because
+   programs are exported and called by another; `function`, without its nsa_; `f64`; `structs`, the bytes of its structs one
    after the other, the descriptor last, `sizes` of each; `counted`, how many of them the size query
    takes (-1: there is no workspace); `places`, where in `structs` the address of each buffer
    goes (-1: nowhere), arguments first, then results; `items`, bytes of each buffer for one call;
@@ -22,10 +23,12 @@
 enum { BUFFERS_MAX = 64, STRUCTS_MAX = 3, NAME_BYTES = 96 };
 
 static void *libraries[2]; /* f32, f64 */
+static int64_t layout_here;
 
 /* 1 if both libraries are there. */
-int nsa_xla_open(const char *f32, const char *f64);
-int nsa_xla_open(const char *f32, const char *f64) {
+int nsa_xla_open(const char *f32, const char *f64, int64_t layout);
+int nsa_xla_open(const char *f32, const char *f64, int64_t layout) {
+    layout_here = layout;
     libraries[0] = dlopen(f32, RTLD_NOW | RTLD_LOCAL);
     libraries[1] = dlopen(f64, RTLD_NOW | RTLD_LOCAL);
     return libraries[0] && libraries[1];
@@ -53,7 +56,7 @@ static XLA_FFI_Error *refuse(const XLA_FFI_CallFrame *frame, const char *message
 
 typedef struct call {
     char function[NAME_BYTES];
-    int64_t f64, counted, zero, nothing, counted_by, rows;
+    int64_t layout, f64, counted, zero, nothing, counted_by, rows;
     const XLA_FFI_Array *structs, *sizes, *places, *items, *cleared;
 } call;
 
@@ -85,6 +88,8 @@ static int read_attributes(const XLA_FFI_CallFrame *frame, call *c) {
         void *attribute = frame->attrs.attrs[i];
         if (type == XLA_FFI_AttrType_STRING && named(name, "function"))
             found += read_name(attribute, c->function);
+        else if (type == XLA_FFI_AttrType_SCALAR && named(name, "layout"))
+            found += read_scalar(attribute, &c->layout);
         else if (type == XLA_FFI_AttrType_SCALAR && named(name, "f64"))
             found += read_scalar(attribute, &c->f64);
         else if (type == XLA_FFI_AttrType_SCALAR && named(name, "counted"))
@@ -108,7 +113,7 @@ static int read_attributes(const XLA_FFI_CallFrame *frame, call *c) {
         else if (type == XLA_FFI_AttrType_ARRAY && named(name, "cleared"))
             c->cleared = attribute;
     }
-    return found == 7 && c->structs && c->sizes && c->places && c->items && c->cleared;
+    return found == 8 && c->structs && c->sizes && c->places && c->items && c->cleared;
 }
 
 /* ---- Buffers ------------------------------------------------------------------------------- */
@@ -283,6 +288,9 @@ XLA_FFI_Error *nsa_xla_call(XLA_FFI_CallFrame *frame) {
     call c;
     if (answers_metadata(frame)) return NULL;
     if (!read_attributes(frame, &c)) return refuse(frame, "nsa: attributes are missing");
+    if (c.layout != layout_here)
+        return refuse(frame, "nsa: a program that another version of the package has written: must "
+                             "be exported again");
     int64_t buffers = frame->args.size + frame->rets.size;
     if (buffers > BUFFERS_MAX || (int64_t)c.places->size != buffers ||
         (int64_t)c.items->size != buffers || c.sizes->size < 2 || c.sizes->size > STRUCTS_MAX ||

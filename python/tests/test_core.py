@@ -355,6 +355,26 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "frequencies: int is no array"):
             nsa.Rope(heads=1, dim=16, frequencies=64)
 
+    def test_true_is_no_number(self):
+        for yes in True, np.True_, np.array(True):
+            for name in "batch", "window", "gate":
+                with self.assertRaisesRegex(TypeError, f"{name}: .*True.*, must be an integer"):
+                    nsa.desc(**{**dict(batch=1, tokens=8, heads=2, kv_heads=1, dim=16), name: yes})
+        with self.assertRaisesRegex(TypeError, "begins: False, must be an integer"):
+            nsa.desc(1, 8, 2, 1, 16, begins=[False, True])
+
+    def test_a_dtype_that_no_field_has(self):
+        """The message has the dtypes of this field, not those of all."""
+        p = Problem()
+        for name, x in ("begins", np.zeros(2, np.int64)), ("pages", np.zeros((1, 2), np.uint32)):
+            with self.assertRaisesRegex(nsa.Refused, f"^{name}: the dtype {x.dtype}, must be int32$"):
+                nsa.desc(1, 8, 2, 1, 16, **{name: x})
+        for name, dtypes in ("q", "float32, bfloat16, float16 or float64"), ("blocks", "int32"), ("lse", "float32, or float64 .*"):
+            with self.assertRaisesRegex(nsa.Refused, f"^{name}: the dtype int64, must be {dtypes}$"):
+                p.attend(**{name: np.zeros((p.B, p.T, p.H, 1)[:3 + (name != "lse")], np.int64)})
+        with self.assertRaisesRegex(nsa.Refused, "^frequencies: the dtype int64, must be float64$"):
+            nsa.Rope(heads=1, dim=4, frequencies=np.ones(2, np.int64))
+
 
 class Strangers(unittest.TestCase):
     """What people bring, and what the C library cannot see: memory, owners, processes, numbers of Python."""
@@ -984,6 +1004,24 @@ class Whole(unittest.TestCase):
             with self.assertRaises(nsa.Refused) as caught:
                 cache.rewind(1, first + 1)
             self.assertEqual(caught.exception.kind, nsa.Error.REWIND)
+
+    def test_a_fork_that_does_not_fit_says_what_differs(self):
+        def cache(dtype="f32", max_rewind=3, **fields):
+            return nsa.Cache(nsa.desc(**{**dict(batch=1, tokens=96, heads=4, kv_heads=2, dim=16, window=24), **fields}), dtype,
+                             max_rewind)
+
+        for words, other in (("max_rewind 3, and this cache of 4", cache(max_rewind=4)), ("dtype f32, .* of bf16", cache("bf16")),
+                             ("window 24, .* of 16", cache(window=16)), ("cmp_stride 16, .* of 32", cache(cmp_stride=32)),
+                             ("kv_heads 2, .* of 4", cache(kv_heads=4)), ("tokens 96, .* of 8", cache(tokens=8))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, f"^source: of {words}: must be the same$") as caught:
+                other.fork(0, cache(), 0, 0)
+            self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.CACHE, "source"))
+        p = Problem()
+        long, short = nsa.Cache(p.desc, max_rewind=3), copy.copy(p.desc)
+        short.tokens = short.count = 3
+        long.decode(whole(p, *(x[:, :4].copy() for x in (p.q, p.k, p.v)), rows(p.B, 4, p.H, 3))[0], 4)
+        with self.assertRaisesRegex(nsa.Refused, "^length: 4, and this cache has room for 3$"):
+            nsa.Cache(short, max_rewind=3).fork(0, long, 0, 4)
 
     def test_caches_of_8_bits(self):
         p = Problem()

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import unittest
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
@@ -173,6 +174,18 @@ class Jax(unittest.TestCase):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
         self.assertIn("nsa: attributes are missing", run.stderr)
+
+    def test_a_program_of_another_version(self):
+        """It has the bytes of structs, which would be misread here."""
+        def written():
+            export = jax.export.export(jax.jit(lambda x: nj.rope(x)),
+                                       disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("nsa")])
+            return export(self.q).call
+        np.testing.assert_array_equal(written()(self.q), nj.rope(self.q))
+        with mock.patch.object(nj, "_LAYOUT", nj._LAYOUT ^ 1):
+            other = written()
+        with self.assertRaisesRegex(Exception, "another version .* must be exported again"):
+            jax.block_until_ready(other(self.q))
 
     def test_second_derivatives_are_refused(self):
         """With nsa's own words, wherever the first one is differentiated."""

@@ -1181,6 +1181,12 @@ class Misuse(unittest.TestCase):
         lists = torch.zeros(1, T, HK, 3, dtype=torch.int32)
         nsa.normalize_blocks(lists, d)
         self.assertEqual([z._version for z in (q, k, out, lse, dq, lists)], [0, 0, 1, 1, 1, 1])
+        for of_a_graph in torch.zeros(1, T, H, D, requires_grad=True), out * torch.ones(D, requires_grad=True):
+            with self.assertRaisesRegex(nsa.Refused, r"^out: a tensor that asks for a gradient, .* x.detach\(\)"):
+                nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=k, out=of_a_graph, lse=lse), d)
+            with torch.no_grad():
+                nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=k, out=of_a_graph, lse=lse), d)
+            nsa.attend_win_forward(nsa.Attend(q=of_a_graph, k=k, v=k, out=out, lse=lse), d)
         with torch.inference_mode():
             nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=k, out=torch.empty(1, T, H, D), lse=lse), d)
         module = nt.NativeSparseAttention(32, H, HK, **GEOMETRY)

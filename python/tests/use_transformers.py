@@ -21,7 +21,6 @@ import accelerate
 import peft
 import safetensors.torch
 import torch
-import torch.utils._python_dispatch
 import transformers
 
 PROGRAMS = []
@@ -329,6 +328,24 @@ class Uses(unittest.TestCase):
                           {"head_mask": None, "output_attentions": False}):
                 self.same(self.model(self.prompt, **given).logits, want, 0)
 
+    def test_a_config_edited_afterwards(self):
+        """Of a model that is made; what is read at every call takes effect."""
+        want = self.model(self.prompt).logits
+        self.model.config.slc_count, self.model.config.window = 3, 5
+        self.assertGreater(float((self.model(self.prompt).logits - want).detach().abs().max()), 1e-4)
+        for name, value in ("attention", "full"), ("cmp_stride", 1), ("rms_norm_eps", 0.1):
+            model = self.open()
+            setattr(model.config, name, value)
+            with self.assertRaisesRegex(ValueError, f"^config.{name}: {value!r}, .* from_pretrained"):
+                model(self.prompt)
+        self.model.config.rope["factor"] = 4.0
+        with self.assertRaisesRegex(ValueError, "^config.rope: .* from_pretrained"):
+            self.generate()
+        with self.assertRaisesRegex(ValueError, "^rope: .*, must have all of base, pairs, scaling, factor, trained_context"):
+            self.open(rope={"scaling": "linear", "factor": 4.0})
+        rope = dict(self.open().config.rope, scaling="linear", factor=4.0)
+        self.assertGreater(float((self.open(rope=rope)(self.prompt).logits - want).detach().abs().max()), 1e-4)
+
     def test_not_causal_is_refused(self):
         """is_causal False asks for other results; False is no absence there."""
         with self.assertRaisesRegex(ValueError, "is_causal"):
@@ -460,19 +477,20 @@ class Uses(unittest.TestCase):
         self.assertAlmostEqual(*shares, places=4)
 
     def test_trainer_with_checkpointing_and_bf16(self):
-        rows = [{"input_ids": self.prompt[0, i:i + 40]} for i in range(4)]
-        plain = self.trained(self.open(), rows, 2, 2)
-        got = self.trained(self.open(), rows, 2, 2, gradient_checkpointing=True)
-        self.assertLess(float((got - plain).norm() / plain.norm()), 1e-5)
+        """Each parameter's change by itself: of all together lm_head's is the most."""
+        def apart(changes, others):
+            sizes = [p.numel() for p in self.model.parameters()]
+            return max(float((x - y).norm() / y.norm()) for x, y in zip(changes.split(sizes), others.split(sizes)))
+
         # A model as it begins: in the trained one a token's gate, the same wherever that token stands, moves the sum by a
-        # tenth. Rounded products alone are as far off (0.95 to 1.06 times, of six seeds).
+        # tenth. Of six seeds autocast was at most 0.04 off, as products that are rounded to bf16 alone are.
         def made(**options):
             torch.manual_seed(1)
             return self.trained(type(self.model)(self.model.config), rows, 2, 2, **options)
+        rows = [{"input_ids": self.prompt[0, i:i + 40]} for i in range(4)]
         plain = made()
-        with Rounded():
-            rounded = made()
-        self.assertLess(float((made(bf16=True) - plain).norm()), 1.5 * float((rounded - plain).norm()))
+        self.assertLess(apart(made(gradient_checkpointing=True), plain), 1e-5)
+        self.assertLess(apart(made(bf16=True), plain), 0.08)
 
     def test_label_smoothing(self):
         """Trainer shifts labels for classes that it knows as language models; for others each token would be its own."""
@@ -568,15 +586,6 @@ class Uses(unittest.TestCase):
         tuned = peft.get_peft_model(self.open(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
         with self.assertRaisesRegex(ValueError, r"past_key_values: keys .* of layer 0, must be \(1, 6\).*prefix tuning"):
             tuned(self.prompt)
-
-
-class Rounded(torch.utils._python_dispatch.TorchDispatchMode):
-    """Products of numbers in f32 that are those of bf16, and so are their results."""
-
-    def __torch_dispatch__(self, function, types, given=(), named=None):
-        if function not in [getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm")]:
-            return function(*given, **(named or {}))
-        return function(*(x.bfloat16().float() for x in given)).bfloat16().float()
 
 
 def collate(rows):

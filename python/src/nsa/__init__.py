@@ -215,7 +215,18 @@ class Cache:
             source._sequence("source_sequence", source_sequence)
             status = self._lib.nsa_cache_fork(ctypes.byref(self.struct), sequence, ctypes.byref(source.struct),
                                               source_sequence, length)
+            if self._lib.nsa_status_kind(status) == Error.CACHE:
+                raise self._differs_from(source, length)
             source._held(status, "length", length, source_sequence)
+
+    def _differs_from(self, source: "Cache", length: int) -> Refused:
+        if length > self.desc.tokens:
+            return refused("CACHE", "length", f"{length}, and this cache has room for {self.desc.tokens}")
+        here, there = ({"max_rewind": cache.struct.max_rewind, "dtype": cache._dtype.name.lower(), **{
+            name: getattr(cache.desc, name) for name in ("window", "window_rule", "kv_heads", "dim", "dim_v", "cmp_block",
+                                                         "cmp_stride", "tokens")}} for cache in (self, source))
+        name = next(name for name in here if here[name] != there[name])
+        return refused("CACHE", "source", f"of {name} {there[name]}, and this cache of {here[name]}: must be the same")
 
     def decode(self, x: Attention, count: int, counts: Array = None) -> list[Reads]:
         """Appends `count` rows to every sequence, or counts[b] <= count to sequence b, and attends from them.

@@ -19,7 +19,7 @@ from . import _abi
 from ._abi import Desc, Error
 from ._refused import Refused, refused
 from ._struct import GATES, Array, Struct, check_int, check_kind
-from ._views import F64, I32, NAMES, Described, describe
+from ._views import F64, I32, NAMES, REALS, Described, allowed, describe
 
 _PHIS = {int(member): member.name.lower() for member in _abi.Phi}
 FOLDER = pathlib.Path(__file__).resolve().parent
@@ -40,6 +40,17 @@ class _Function:
             if unsigned and not 0 <= value < 1 << bits:
                 raise refused("SIZE", name, f"{value}, must be 0 .. {(1 << bits) - 1}")
         return self._function(*arguments)
+
+
+def layout() -> dict[str, tuple[int, int]]:
+    """(size, offset) of each field of _abi.py's structs, (size, -1) of each struct, (value, -2) of each enum's member."""
+    here = {member: (value, -2) for member, value in _abi.MEMBERS.items()}
+    for struct, kind in _abi.STRUCTS.items():
+        here[struct] = (ctypes.sizeof(kind), -1)
+        for field in kind.kinds():
+            at = getattr(kind, field)
+            here[f"{struct}.{field}"] = (at.size, at.offset)
+    return here
 
 
 class Library:
@@ -71,12 +82,7 @@ class Library:
         while entry(i, ctypes.byref(name), ctypes.byref(size), ctypes.byref(offset)):
             there[(name.value or b"").decode()] = (size.value, offset.value)
             i += 1
-        here = {member: (value, -2) for member, value in _abi.MEMBERS.items()}
-        for struct, kind in _abi.STRUCTS.items():
-            here[struct] = (ctypes.sizeof(kind), -1)
-            for field in kind.kinds():
-                at = getattr(kind, field)
-                here[f"{struct}.{field}"] = (at.size, at.offset)
+        here = layout()
         if here != there:
             differ = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
             raise ImportError(f"{self.path} and nsa/_abi.py were built from different headers; they differ in "
@@ -143,20 +149,10 @@ def _field(structs: Sequence[Struct], where: str) -> tuple[Any, Any]:
     return None, None
 
 
-#: Of which dtype a field is, where it is not of those of rows.
-_REALS = "float32, or float64 beside rows of float64"
-_DTYPES = {"blocks": "int32", "positions": "int32", **dict.fromkeys(
-    ("lse", "lse_a", "lse_b", "lse_cmp", "lse_slc", "lse_win", "scores"), _REALS)}
-
-
-def _dtypes(field: str) -> str:
-    return _DTYPES.get(field.rpartition(".")[2], "float32, bfloat16, float16 or float64")
-
-
 def check_dtype(field: str, name: str) -> None:
     """What the header looks at, for who can say it before the call."""
-    if name not in _dtypes(field).replace(",", " ").split():
-        raise refused("DTYPE", field, f"{name}, must be {_dtypes(field)}")
+    if name not in allowed(field).replace(",", " ").split():
+        raise refused("DTYPE", field, f"{name}, must be {allowed(field)}")
 
 
 def _of_sequences(desc: Desc, kind: str, where: str) -> str | None:
@@ -198,8 +194,8 @@ def refusal(library: Any, status: int, *structs: Struct, on_host: bool = True) -
         text = found
     elif kind == Error.DTYPE:
         text = (f"{_dtype_name(value)}, " if is_view else "") + "must be " + (
-            "float64, because other arrays of this call are" if _dtypes(where) == _REALS and library.real is ctypes.c_double
-            else _dtypes(where))
+            "float64, because other arrays of this call are" if allowed(where) == REALS and library.real is ctypes.c_double
+            else allowed(where))
     elif kind == Error.NULL and owner is not None and (value is None or isinstance(value, _abi.Tensor) and not value.data):
         text = "not given, must be an array"
     elif rule is not None:
@@ -387,9 +383,13 @@ def written_of(views: Views, words: tuple[str, ...]) -> list[tuple[str, Describe
 
 
 def check_writable(written: Sequence[tuple[str, Described]]) -> None:
+    torch: Any = sys.modules.get("torch")
     for path, array in written:
         if array.readonly:
             raise refused("NULL", path, "is read-only, and would be written")
+        if getattr(array.source, "requires_grad", False) and torch is not None and torch.is_grad_enabled():
+            raise refused("OPTION", path, "a tensor that asks for a gradient, and what is written into it records none: must be "
+                                          "x.detach(), or the call under torch.no_grad(); nsa.torch has gradients")
 
 
 def was_written(written: Sequence[tuple[str, Described]]) -> None:

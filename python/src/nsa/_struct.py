@@ -155,8 +155,11 @@ def check_kind(name: str, value: Any, kind: Any) -> Any:
 
 
 def check_int(name: str, value: Any, bits: int = 32) -> int:
-    """value, if C's integer of so many bits can hold it. A tensor or an array of one integer is one too."""
+    """value, if C's integer of so many bits can hold it. A tensor or an array of one integer is one too; True is none, for who
+    writes window=True means no window of 1."""
     try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+            raise TypeError
         whole = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: {value!r}, must be an integer") from None

@@ -11,7 +11,16 @@ from ._refused import refused
 
 F32, BF16, F16, F64, I32 = range(5)
 NAMES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64, "int32": I32}
-ALLOWED = ", ".join(NAMES)
+
+REALS = "float32, or float64 beside rows of float64"
+_ALLOWED = {**dict.fromkeys(("blocks", "positions", "begins", "firsts", "counts", "pages"), "int32"),
+            **dict.fromkeys(("frequencies", "short_factors", "long_factors"), "float64"),
+            **dict.fromkeys(("lse", "lse_a", "lse_b", "lse_cmp", "lse_slc", "lse_win", "scores"), REALS)}
+
+
+def allowed(field: str) -> str:
+    """The dtypes that a field may have, in words."""
+    return _ALLOWED.get(field.rpartition(".")[2], "float32, bfloat16, float16 or float64")
 
 
 class Described(NamedTuple):
@@ -45,7 +54,7 @@ def describe(array: Any, name: str) -> Described:
 
 def _dtype(spelled: str, name: str) -> int:
     if spelled not in NAMES:
-        raise refused("DTYPE", name, f"the dtype {spelled}; allowed are {ALLOWED}")
+        raise refused("DTYPE", name, f"the dtype {spelled}, must be {allowed(name)}")
     return NAMES[spelled]
 
 
@@ -80,11 +89,11 @@ _TYPES = {"<f4": F32, "<f2": F16, "<f8": F64, "<i4": I32}
 
 def _of_interface(array: Any, interface: dict[str, Any], name: str) -> Described:
     kind, shape, steps = interface["typestr"], tuple(interface["shape"]), interface.get("strides")
+    if kind[0] == ">":
+        raise refused("DTYPE", name, f"the dtype {kind}, bytes of another order than the machine's, must be {allowed(name)}")
     dtype = _TYPES.get(kind)
     if dtype is None:
         dtype = _dtype(str(getattr(array, "dtype", kind)), name)
-    if kind[0] == ">":
-        raise refused("DTYPE", name, "bytes of another order than the machine's")
     size = int(kind[2:])
     if steps is None:
         strides = packed_strides(shape, 1)
@@ -148,8 +157,8 @@ def _of_dlpack(array: Any, name: str) -> Described:
         raise refused("NULL", name, f"lies on DLPack's device {tensor.device_type}; nsa.h computes on the CPU")
     dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise refused("DTYPE", name, f"DLPack's dtype {tensor.code}, {tensor.bits} bits x {tensor.lanes}; "
-                                     f"allowed are {ALLOWED}")
+        raise refused("DTYPE", name, f"DLPack's dtype {tensor.code}, {tensor.bits} bits x {tensor.lanes}, "
+                                     f"must be {allowed(name)}")
     shape = tuple(tensor.shape[:tensor.ndim])
     if tensor.strides:
         strides = tuple(tensor.strides[:tensor.ndim])

@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import zlib
 from typing import Any, Sequence
 
 import jax
@@ -36,7 +37,7 @@ import numpy as np
 from jax import Array
 
 from . import _abi
-from ._library import FOLDER, check_dtype, check_key_stride, checked, is_logarithm, library
+from ._library import FOLDER, check_dtype, check_key_stride, checked, is_logarithm, layout, library
 from ._pack import (ARRAYS, PHI, Packer, axes, check_int, check_phi, cmp_count, desc_struct, first_of, in_pages, key_rows,
                     key_stride, list_heads, list_width, of_a_step, only_with, option, options as _options, parse, phi_of,
                     problem, rope_fields, scored_tokens, slc_count, tokens_of)
@@ -52,6 +53,8 @@ _MERGE, _SCORE, _RANK = Packer(_abi.Merge), Packer(_abi.Score), Packer(_abi.Rank
 
 
 _HANDLERS = FOLDER / "libnsa_xla.so"
+#: Of the structs whose bytes a program has that jax.export writes.
+_LAYOUT = zlib.crc32(repr((_abi.VERSION, sorted(layout().items()))).encode())
 
 
 @functools.lru_cache(None)
@@ -60,8 +63,8 @@ def _register() -> None:
     if not path.exists():
         raise RuntimeError(f"{path} is not there: `python -m nsa.build jax` makes it, with a C compiler")
     handle = ctypes.CDLL(str(path))
-    handle.nsa_xla_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-    if not handle.nsa_xla_open(bytes(library(False).path), bytes(library(True).path)):
+    handle.nsa_xla_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64]
+    if not handle.nsa_xla_open(bytes(library(False).path), bytes(library(True).path), _LAYOUT):
         raise RuntimeError(f"{path} could not open the libraries beside it")
     jax.ffi.register_ffi_target("nsa", jax.ffi.pycapsule(handle.nsa_xla_call), platform="cpu")
 
@@ -162,7 +165,7 @@ class _Call:
         call = jax.ffi.ffi_call("nsa", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
                                 vmap_method="broadcast_all", input_output_aliases=aliases or None)
         attributes = dict(
-            function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
+            layout=np.int64(_LAYOUT), function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
             structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
             counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero or nothing), nothing=np.int64(nothing),
             cleared=np.array(self._cleared, np.int64), counted_by=np.int64(counted_by), rows=np.int64(rows),
