@@ -110,7 +110,8 @@ class Import(unittest.TestCase):
             if both:
                 config["rope_theta"] = both.pop("rope_theta")
                 return {**config, "rope_scaling": both}
-            return {**config, "rope_parameters": {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}}
+            both = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
+            return {**config, "rope_parameters": both}
 
         make = lambda **rope: transformers.LlamaConfig(**SIZES, **rope)
         self.compare(self.rope(make, rope_theta=1e4, **LLAMA3), change=respelled)

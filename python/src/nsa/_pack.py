@@ -179,8 +179,12 @@ def rope_fields(text: str, heads: int, dim: int) -> dict[str, tuple[Any, ...]]:
 
 def _check_integers(name: str, x: Any) -> None:
     """An array of the descriptor, or None."""
-    if x is not None and not hasattr(x, "shape"):
-        raise refused("NULL", name, f"{type(x).__name__}, must be an array of int32")
+    if x is None:
+        return
+    try:
+        x.shape  # not by hasattr, which PyTorch 2.4 does not compile
+    except AttributeError:
+        raise refused("NULL", name, f"{type(x).__name__}, must be an array of int32") from None
 
 
 def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: int) -> tuple[Any, Any]:

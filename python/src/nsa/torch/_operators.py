@@ -217,9 +217,9 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
         @staticmethod
         def forward(ctx: Any, arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:
             found = run(*arguments)
-            # As bytes, for compiled autograd with dynamic=True would make unknowns of numbers in a list; read one by one, for
-            # that of PyTorch 2.12 knows no iteration of bytes.
-            ctx.places = bytes([i for i in places if arguments[i] is not None])
+            # As text, for compiled autograd with dynamic=True would make unknowns of numbers in a list; that of PyTorch 2.12
+            # knows no iteration of bytes, that of 2.4 no index of them.
+            ctx.places = "".join([chr(i) for i in places if arguments[i] is not None])
             save(ctx, arguments, found)
             return found
 
@@ -234,7 +234,7 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
         """No closure has ctx: compiled autograd of PyTorch 2.4 would keep it."""
         batched = not is_compiling() and True in [x is not None and _is_batched(x) for x in gradients]
         of_all = _of_each(functools.partial(differentiate, ctx), gradients) if batched else differentiate(ctx, *gradients)
-        return tuple([of_all[ctx.places[i]] for i in range(len(ctx.places))])
+        return tuple([of_all[ord(place)] for place in ctx.places])
 
     save, differentiate, apply = setup, backward, Function.apply
 
@@ -425,8 +425,8 @@ def _named(names: Sequence[str], mask: int, found: Sequence[Any]) -> dict[str, A
 def _mask(ctx: Any, count: int) -> int:
     """The places, of the first `count`, whose gradients are asked for."""
     mask = 0
-    for i, needed in enumerate(ctx.needs_input_grad[1:]):
-        mask |= needed << ctx.places[i]
+    for place, needed in zip(ctx.places, ctx.needs_input_grad[1:]):
+        mask |= needed << ord(place)
     return mask & (1 << count) - 1
 
 
