@@ -306,7 +306,7 @@ test_wide()
 test_wrong_in_the_first_step()
 test_two_at_once()
 test_one_after_another()
-if sys.argv[4:]:
+if any(sys.argv[4:]):  # a build with a sanitizer has no such library, and CMake gives an empty word
     test_late_lock()
 test_shorter()
 test_refusals()

@@ -350,7 +350,7 @@ bool files_sync_folder(const char *path, fault *f) {
 }
 
 /* Removes what is in an open folder but for `kept`. */
-static bool empty(int fd, const char *path, const char *kept, fault *f) {
+static bool empty_folder(int fd, const char *path, const char *kept, fault *f) {
     int again = openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *folder = again < 0 ? NULL : fdopendir(again);
     if (!folder) {
@@ -381,7 +381,7 @@ bool files_remove_folder(const char *path, fault *f) {
     if (fd < 0 && !lstat(path, &s) && S_ISLNK(s.st_mode))
         return !unlink(path) || fault_errno(f, "%s: cannot remove", path);
     if (fd < 0) return fault_errno(f, "%s: cannot open the folder", path);
-    bool ok = empty(fd, path, "", f);
+    bool ok = empty_folder(fd, path, "", f);
     close(fd);
     if (ok && rmdir(path)) ok = fault_errno(f, "%s: cannot remove", path);
     return ok;
@@ -417,7 +417,7 @@ int files_claim_folder(const char *path, fault *f) {
         held = hold(open_end_at(folder, FILES_CLAIM, path, f), path, f);
     bool ok = held >= 0 && (is_claimed(folder, path, held) ||
                             fault_set(f, "%s: another run has just ended there", path));
-    ok = ok && empty(folder, path, FILES_CLAIM, f);
+    ok = ok && empty_folder(folder, path, FILES_CLAIM, f);
     if (folder >= 0) close(folder);
     if (held >= 0 && !ok) close(held);
     return ok ? held : -1;
@@ -427,8 +427,8 @@ int files_claim_folder(const char *path, fault *f) {
 void files_remove_claimed(const char *path, int held) {
     fault unused;
     int folder = open_folder(path);
-    if (folder >= 0 && is_lock_of(folder, held) && empty(folder, path, FILES_CLAIM, &unused) &&
-        !unlinkat(folder, FILES_CLAIM, 0))
+    if (folder >= 0 && is_lock_of(folder, held) &&
+        empty_folder(folder, path, FILES_CLAIM, &unused) && !unlinkat(folder, FILES_CLAIM, 0))
         rmdir(path);
     if (folder >= 0) close(folder);
     close(held);
